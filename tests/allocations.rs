@@ -1,8 +1,8 @@
-//! Allocations of a call, and memory of a record. The tests count instead of measuring time, so every machine has the
-//! same results.
+//! Number of allocations of a call, and memory that a store needs for a record. The tests count allocations and measure
+//! no time, so the results are the same on every machine.
 //!
-//! Bytes are those that the code requests, without the allocator's overhead, which `benches/footprint.rs` measures.
-//! The tests count only the allocations of their own threads.
+//! The tests count the bytes that the code requests, without the allocator's overhead, which `benches/footprint.rs`
+//! measures. The tests count only the allocations of their own threads.
 
 use std::hint::black_box;
 use std::pin::pin;
@@ -46,7 +46,8 @@ async fn hang(store: &MemoryStore, order_id: u64) -> Result<Receipt, Error> {
     Ok(receipt(order_id))
 }
 
-/// Number of allocations of the round-trip check, by which every build of these tests reads a first run's result back.
+/// Returns the number of allocations of the round-trip check. In these tests, a call that runs its body also decodes
+/// the encoded result and compares it with the value.
 fn of_the_check() -> u64 {
     let receipt = receipt(1);
     check_round_trip::<Json, _>(&receipt).unwrap();
@@ -61,7 +62,8 @@ fn now<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// Counts the allocations of one call, after a call that makes what a process or thread makes only once.
+/// Counts the allocations of one call. Ten calls come before it, so that allocations that a process or thread makes
+/// only once are not counted.
 fn counted(mut call: impl FnMut(u64)) -> AllocationInfo {
     for id in 0..10 {
         call(id);
@@ -86,8 +88,8 @@ async fn ship_by_redis(store: &RedisStore, order_id: u64) -> Result<Receipt, Err
     Ok(receipt(order_id))
 }
 
-/// Allocations and allocated bytes for each call, in `rounds` rounds of 64 concurrent calls. Connection and lanes are
-/// included.
+/// Returns the average numbers of allocations and of allocated bytes for one call, in `rounds` rounds of 64 concurrent
+/// calls. Allocations of the store's connection and lanes are included.
 fn of_64_at_once(runtime: &Runtime, rounds: u64, call: impl AsyncFn(u64)) -> [u64; 2] {
     let count = measure(|| {
         runtime.block_on(async {
@@ -120,7 +122,7 @@ fn over_redis_a_result_is_encoded_once_and_decoded_in_place() {
 
 #[test]
 fn a_delivery_that_is_ready_immediately_allocates_nothing_for_beats() {
-    // A call whose record makes a table grow allocates more, so the minimum of several calls counts.
+    // A call whose record makes a table grow allocates more, so the test takes the minimum of 50 calls.
     let least = |call: &dyn Fn(u64)| (0..50).map(|id| measure(|| call(id)).count_total).min();
     let (store, acker) = (MemoryStore::new(), std::sync::Arc::new(7));
     let plain = least(&|id| drop(now(observe(ship(&store, id)))));
@@ -191,7 +193,7 @@ fn reserve(store: &MemoryStore, id: usize, fingerprint: Option<Fingerprint>) -> 
 }
 
 fn finish(store: &MemoryStore, lease: &idem_runtime::store::Lease) {
-    // The vector has spare capacity, as an encoder's has.
+    // The vector has spare capacity, like the vector into which an encoder has written.
     let mut bytes = Vec::with_capacity(4 * PAYLOAD);
     bytes.resize(PAYLOAD, b'x');
     let finish = Finish::Completed(StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: bytes.into() });
@@ -199,7 +201,7 @@ fn finish(store: &MemoryStore, lease: &idem_runtime::store::Lease) {
 }
 
 /// Fills a store record by record, and measures the bytes for each record in addition to key and payload. Returns the
-/// largest and the last figure.
+/// largest of these numbers and the last one.
 fn overhead(most: usize, finished: bool, fingerprint: Option<Fingerprint>) -> (f64, f64) {
     let key_bytes = key(0).as_str().len();
     let own = key_bytes + if finished { PAYLOAD } else { 0 };

@@ -48,7 +48,7 @@ impl World {
         Operation::new(&self.store, Key::new("brokers", key), policy)
     }
 
-    /// Returns a call for the key `name` whose body takes `duration`.
+    /// Returns a call for the key `key` whose body takes `duration`.
     fn lasting(
         &self,
         key: &str,

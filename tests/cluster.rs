@@ -91,7 +91,7 @@ struct Load {
     served: Arc<AtomicUsize>,
 }
 
-/// Last result for one key, with the number of its runs.
+/// Result of the call that ended the deliveries of one key, and the number of runs of the key's body.
 #[derive(Debug)]
 struct Done {
     result: u32,
@@ -298,8 +298,8 @@ async fn each_node_gets_the_commands_of_its_own_version() {
         for (kind, port) in kinds.iter().zip(cluster.ports()) {
             let (keys, scripts): (u32, u32) = (ask(port, "DBSIZE").unwrap(), calls_of(port, "evalsha"));
             match kind {
-                // In a mixed cluster, a runtime whose first node was a Redis learns only later that this Valkey node
-                // can compare.
+                // In a mixed cluster, a runtime that first connected to a Redis node uses scripts on this Valkey node
+                // too, until it learns that this node has commands that compare values.
                 Kind::Valkey if kinds[1] == Kind::Valkey => assert_eq!(scripts, 0, "of {keys}"),
                 Kind::Valkey => assert!(scripts <= keys, "{scripts} of {keys}"),
                 _ => assert!(scripts >= keys, "{scripts} of {keys}"),
@@ -376,7 +376,8 @@ async fn a_store_leaves_a_primary_that_stopped_and_was_replaced() {
 #[tokio::test]
 async fn answers_of_a_replaced_primary_of_a_cluster_are_not_trusted() {
     let cluster = Cluster::start(NODE_TIMEOUT);
-    // With this time-out the store still awaits the answer of the stopped node when the answer arrives.
+    // The time-out is so long that the store still awaits the stopped node's answer when the node continues and
+    // answers.
     let store = RedisStore::options().response_timeout(LEASE).connect(&cluster.url()).await.unwrap();
     let name = (0..1000).map(|n| format!("k{n}")).find(|name| cluster.serves(&record_of(name)) == Some(0)).unwrap();
     cluster.nodes[0].signal("-STOP");
@@ -514,7 +515,7 @@ async fn a_store_follows_slots_that_move() {
         let pending = reserved(&store, &name(1000)).await;
         let held = futures::future::join_all((2000..2010).map(async |n| reserved(&store, &name(n)).await)).await;
         let renews = async || {
-            // A renewal fails if its replica is slow to confirm, and is repeated.
+            // A renewal fails if the replica confirms it too late. The test then repeats the renewal.
             for _ in 0..20 {
                 match renew_all(&store, &held).await {
                     Ok(renewed) => return assert!(renewed.iter().all(|it| *it == Verdict::Applied), "{renewed:?}"),
@@ -624,7 +625,8 @@ async fn answers_of_a_primary_that_the_sentinels_replaced_are_not_trusted() {
         async move { store.reserve(&request).await }
     });
     until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
-    // The store learns of the new primary although no request has failed, and leaves the old connection.
+    // The store learns of the new primary although no request has failed, and no longer uses the connection to the old
+    // primary.
     until("the store knows the new primary", async || {
         tokio::time::timeout(Duration::from_millis(200), store.inspect(&key("k"))).await.is_ok()
     })
@@ -667,8 +669,8 @@ async fn processes_race_while_the_sentinels_fail_over() {
         until("the race is on", async || ask::<usize>(old, "DBSIZE").unwrap_or(0) > 40).await;
         watched.servers[0].kill();
         until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
-        // The promoted node confirms no write until it has a replica. The old primary gets the command here that the
-        // sentinels would send later.
+        // The promoted node confirms no write until it has a replica. The test sends the old primary the command that
+        // the sentinels would send later.
         watched.servers[0].run();
         ask::<Value>(old, &format!("REPLICAOF 127.0.0.1 {new}")).unwrap();
     })

@@ -34,7 +34,7 @@ fn round_trip<C: Codec, T: Serialize + DeserializeOwned + PartialEq + Debug>(val
     check_round_trip::<C, T>(value).unwrap();
 }
 
-/// Bytes that serde serializes as bytes; a `Vec<u8>` would be a sequence of numbers.
+/// Bytes that are serialized by `serialize_bytes`. A `Vec<u8>` is serialized as a sequence of numbers.
 #[derive(Clone, PartialEq, Debug)]
 struct Raw(Vec<u8>);
 
@@ -369,8 +369,8 @@ fn postcard_refuses_bytes_of_a_value_of_another_type() {
             },
         }
     }
-    // The types differ in the order of fields, a unit, names of variants or fields of variants. Their values have the
-    // same bytes.
+    // The two types of each pair differ in the order of fields, a unit, names of variants or fields of variants.
+    // Without the type's shape, values of both types would have the same bytes.
     assert_eq!(read_as::<_, now::Order>(&then::Order { net: 1, gross: 2 }), OTHER);
     assert_eq!(read_as::<_, now::Feet>(&then::Meters(7)), OTHER);
     assert_eq!(read_as::<_, now::Stage>(&then::Stage::Open), OTHER);
@@ -579,7 +579,7 @@ fn endlessly_nested_bytes_are_an_error() {
     // The stack of 1 MiB is half of the stack of a runtime's thread.
     std::thread::Builder::new().stack_size(1 << 20).spawn(everything).unwrap().join().unwrap();
 
-    // Values that are nested as deeply as real types are decoded.
+    // Values are decoded if their nesting is as deep as that of real types.
     let mut tree = Tree::Leaf;
     for _ in 0..30 {
         tree = Tree::Named { tree: Box::new(Tree::Node(Box::new(tree))) };
@@ -589,7 +589,7 @@ fn endlessly_nested_bytes_are_an_error() {
 
 #[test]
 fn a_false_length_in_encoded_bytes_reserves_no_memory() {
-    // The bytes claim the largest possible length, and are followed by space for the shape.
+    // The bytes claim the largest possible length, and end with eight bytes in the place of the shape's hash.
     let most = [&[0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x01][..], &[0; 8]].concat();
     assert_eq!(decode_as_everything::<Postcard>(&most), 0);
     let error = Postcard::decode::<Vec<()>>(&most).unwrap_err().to_string();
@@ -715,7 +715,7 @@ fn reason(error: Error) -> ResultProblem {
     }
 }
 
-/// JSON with another tag, as an example of a user's codec.
+/// JSON under the codec name `own`, as an example of a user's codec.
 struct Own;
 
 impl Codec for Own {
@@ -856,7 +856,8 @@ async fn results_of_plain_bytes_are_recorded_unchanged() {
         assert_eq!(recorded::<Json, Option<Bytes>>(Some(bytes.clone().into())).await, expected);
         assert_eq!(recorded::<Json, Option<Pdf>>(Some(Pdf(bytes.clone()))).await, expected);
         assert_eq!(recorded::<Json, Content>(Content::Bytes(bytes.clone())).await, expected);
-        // Only the JSON codec of the library records plain bytes; other codecs, and a user's codec, use their own form.
+        // Only the JSON codec of the library records plain bytes; other codecs, also a user's codec, encode bytes like
+        // any other value.
         assert_eq!(recorded::<MessagePack, Bytes>(bytes.clone().into()).await.0, "msgpack");
         assert_eq!(recorded::<Postcard, Vec<u8>>(bytes.clone()).await.0, "postcard");
         assert_eq!(recorded::<Successor, Vec<u8>>(bytes.clone()).await.0, "successor");

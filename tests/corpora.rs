@@ -8,8 +8,8 @@ mod targets;
 use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
 
-/// Largest memory that one input may take beyond the peak of the inputs before it. An input has at most 512 bytes,
-/// which expand to no more data than that, even if they are compressed.
+/// Largest memory that one input may take beyond the peak of the inputs before it. An input has at most 512 bytes, and
+/// even compressed input must not expand to more data than this memory holds.
 const MAX_KIB: u64 = 16 * 1024;
 
 fn main() {

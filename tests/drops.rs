@@ -1,9 +1,9 @@
 //! Thousands of dropped calls, at each of their awaits and at any other moment, on every real store.
 //!
 //! A call is dropped by its caller (a time-out, a `select!`), with its task, with its runtime, or on a thread without a
-//! runtime; alone, among 64 tasks, and among replays; over lines on which one connection overtakes another. After the
-//! late writes, every key must be free, recorded, or interrupted by a body that did not return, and must stay so. Then
-//! calls are dropped while their store does not answer for two leases.
+//! runtime. The call runs alone, among 64 tasks, or among replays, and over proxies ("lines") that may let a request
+//! overtake one of another connection. After all late writes, every key must be free, recorded, or interrupted by a
+//! body that did not return, and must stay so. Then calls are dropped while their store does not answer for two leases.
 //!
 //! `IDEM_DROPS_SEED` repeats the random choices of a run, but not the order in which the servers work.
 #![allow(
@@ -105,7 +105,7 @@ async fn play(store: &'static str, rig: Rig, lines: &[Line], calls: usize) {
     assert!(problems.is_empty(), "seed {seed}\n{figures}some of the problems:\n{problems}");
 }
 
-/// Description of a line's behaviour.
+/// Returns the word by which messages name the behaviour of `line`.
 fn how(line: Line) -> &'static str {
     if line == EVEN { "even" } else { "uneven" }
 }

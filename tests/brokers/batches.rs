@@ -173,8 +173,8 @@ async fn each_item_keeps_the_attributes_of_its_delivery() {
     assert_eq!(beats, ["a", "a", "b", "b"], "the item that waits for its turn is extended as well");
 }
 
-/// Batches of ten thousand items, with one key for all or a key for each: the number of polls of an item does not grow
-/// with the batch.
+/// Batches of ten thousand items, with one key for all items or a key for each item: the number of polls of an item
+/// does not grow with the batch.
 #[tokio::test]
 async fn the_number_of_polls_of_an_item_does_not_grow_with_its_batch() {
     const ITEMS: usize = 10_000;
@@ -220,7 +220,7 @@ async fn a_call_that_no_task_polls_delays_another_item_until_its_time_limit() {
     assert!(world.now() <= LIMIT + LEASE + Duration::from_secs(2), "{:?}", world.now());
 }
 
-/// Number of items that succeeded, that were cut off while running, and that did not begin.
+/// Returns three numbers of items of `batch`: those that succeeded, were cut off while running, or did not begin.
 fn counted<I, T>(batch: &Batch<I, T, Error>) -> (usize, usize, usize) {
     let count = |is: &dyn Fn(&Result<T, Error>) -> bool| batch.items().iter().filter(|item| is(&item.result)).count();
     (
@@ -276,7 +276,7 @@ async fn a_deadline_ends_items_that_have_made_no_call_and_groups_that_wait() {
     assert_eq!(batch.items().iter().map(|item| item.id).collect::<String>(), "abc");
 }
 
-/// Message of a batch: its group, the end of its handler, and its duration in seconds.
+/// Message of a batch: its group, the end of its handler, and the duration of the handler in seconds.
 type Message = (Option<u8>, End, u64);
 
 #[derive(Clone, Copy, PartialEq, Debug)]

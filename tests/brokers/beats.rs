@@ -14,7 +14,7 @@ use super::super::*;
 
 const EVERY: Duration = Duration::from_secs(10);
 
-/// Number and time of each call of a callback.
+/// Calls of a beat callback: the number of each beat, and the time since the start of its delivery.
 #[derive(Clone, Default)]
 struct CallbackCalls(Arc<Mutex<Vec<(u32, Duration)>>>);
 
@@ -100,7 +100,8 @@ async fn a_delivery_of_several_calls_beats_through_all_of_them_and_in_between() 
     let world = World::new();
     let told = CallbackCalls::default();
     let delivery = observe(async {
-        // The first call ends immediately. The delivery takes its clock from this call.
+        // The first call ends immediately. From now on the delivery uses the clock of this call's store, and beats
+        // although no call runs.
         world.lasting("a", POLICY, Duration::ZERO).await?;
         world.sleep(Duration::from_secs(15)).await;
         world.lasting("b", POLICY, Duration::from_secs(15)).await?;

@@ -1,4 +1,5 @@
-//! Delivery limits of brokers: the duplicate of a handler that takes longer than all allowed deliveries is not lost.
+//! Delivery limits of brokers: while a handler runs for very long, the broker delivers its message again. These
+//! deliveries must not use up the limit before the handler has ended, or the message is lost.
 
 use idem_runtime::policy::Backoff;
 use idem_runtime::testing::crash;
@@ -36,8 +37,8 @@ struct DeliveryOutput {
     replayed: bool,
 }
 
-/// Delivers one message to its consumer until it is acknowledged or set aside. `knows`: the consumer states the number
-/// of the delivery and the limit.
+/// Delivers one message to its consumer until it is acknowledged or set aside. With `knows`, the consumer passes the
+/// number of the delivery and the broker's limit to `observe`.
 async fn consume(world: &World, broker: Broker, policy: Policy, knows: bool) -> DeliveryOutput {
     let mut deliveries = 0;
     loop {
@@ -45,7 +46,7 @@ async fn consume(world: &World, broker: Broker, policy: Policy, knows: bool) -> 
             return DeliveryOutput { deliveries, dead: true, replayed: false };
         }
         deliveries += 1;
-        // The broker keeps the message from other consumers until this time.
+        // Until this time, the broker delivers the message to no other consumer.
         let hidden_until = std::sync::Arc::new(std::sync::Mutex::new(broker.timeout.map(|it| world.now() + it)));
         let mut call = observe(world.lasting("k", policy, Duration::from_secs(1)));
         if knows {
@@ -106,7 +107,7 @@ async fn a_duplicate_takes_over_from_a_worker_that_died() {
         let dead = World { clock: clock.clone(), store: FaultyStore::new(&memory), runs: AtomicU32::new(0) };
         let mut handler = Box::pin(dead.lasting("k", POLICY, LEASE * 10));
         assert!(poll_once(handler.as_mut()).await.is_pending());
-        // The handler's process dies after three leases, during which it has renewed its lease.
+        // The handler's process renews its lease for three times the lease duration, and then dies.
         dead.drive(dead.sleep(LEASE * 3)).await;
         crash(&dead.store);
         drop(handler);
@@ -145,7 +146,8 @@ async fn an_outage_of_the_store_dead_letters_no_message() {
     let call = world.lasting("k", POLICY.on_store_error(OnStoreError::Run), Duration::ZERO);
     assert!(world.drive(observe(call).delivery(5).delivery_limit(5)).await.1.executed());
     assert!(world.now() < Duration::from_secs(1));
-    // A permanent error of the store ends the call immediately, and a very long outage ends the call at last.
+    // A permanent error of the store ends the call immediately. An outage that does not end makes the call fail after
+    // the policy's time-out and a lease.
     world.store.always(StoreCall::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
     let call = world.lasting("l", POLICY, Duration::ZERO);
     assert!(world.drive(observe(call).delivery(5).delivery_limit(5)).await.1.misconfigured());
@@ -209,7 +211,8 @@ async fn a_duplicate_waits_only_near_the_delivery_limit() {
 #[tokio::test]
 async fn each_failed_delivery_is_retried_after_a_longer_pause() {
     const LONGEST: Duration = Duration::from_secs(300);
-    // Call that fails. In mode `Enforce` an attempt counts the failure; in mode `Off` there is no attempt.
+    // Makes a call whose body fails. In mode `Enforce` the body is an attempt of its record; in mode `Off` there is no
+    // record.
     let failing = |world: &World, mode: Mode| {
         let body = async { Err::<u32, _>(Error::NoAttempt) };
         world.operation("k", POLICY.mode(mode)).run(body)
@@ -246,7 +249,7 @@ async fn a_duplicates_pause_grows_with_its_deliveries_during_one_attempt() {
     let world = World::new();
     let mut handler = pin!(world.lasting("k", POLICY, LEASE * 10));
     assert!(poll_once(handler.as_mut()).await.is_pending());
-    // Deliveries 1 to 8 failed for other reasons than this attempt.
+    // Deliveries 1 to 8 failed before this attempt began, so they must not lengthen the pause.
     let (_, outcome) = observe(world.lasting("k", POLICY, Duration::ZERO)).delivery(9).await;
     assert_eq!(
         outcome.disposition(),

@@ -30,7 +30,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Started message, as the model keeps it.
+/// Message that a handler has started, and whether the handler has ended.
 #[derive(Debug)]
 struct Fact {
     partition: u8,
@@ -45,9 +45,9 @@ struct Account {
     facts: Vec<Fact>,
     /// Number of assignments so far.
     generations: u32,
-    /// Number of the present assignment of each assigned partition.
+    /// Number of the present assignment of each partition that this consumer is assigned.
     generation: BTreeMap<u8, u32>,
-    /// Offset that any consumer has committed.
+    /// Offset that was last committed for each partition, by this consumer or another one.
     committed: BTreeMap<u8, i64>,
 }
 
@@ -57,7 +57,8 @@ impl Account {
         self.facts.iter().filter(move |fact| fact.partition == partition && Some(fact.generation) == generation)
     }
 
-    /// First unsettled offset among the messages that this assignment has started.
+    /// Returns the offset that may be committed: that of the first message of this assignment whose handler has not
+    /// ended, or the offset after the last message.
     fn position(&self, partition: u8) -> i64 {
         let unsettled = self.present(partition).filter(|fact| !fact.settled).map(|fact| fact.offset).min();
         let behind_all = || self.present(partition).map(|fact| fact.offset + 1).max().expect("a message was settled");

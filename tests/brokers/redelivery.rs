@@ -84,7 +84,7 @@ async fn a_call_whose_ttl_ends_before_the_brokers_redelivery_is_refused() {
         (Redelivery::kafka(DAY * 7, DAY * 7), false),
         (Redelivery::unbounded(), false),
     ] {
-        // The check also knows a broker that only an outer observation names.
+        // The check also uses the redelivery time of a broker that only an outer `observe` names.
         for is_nested in [false, true] {
             let call = remembered_for_a_week(&world.store, 42);
             let nested = async { observe(remembered_for_a_week(&world.store, 42)).await.0 };

@@ -1,4 +1,4 @@
-//! Results that read back as another value: the first call of a debug build reports them.
+//! Results that decode to another value than the one that was encoded: a debug build reports them at the first call.
 
 #![allow(clippy::option_option, reason = "`Some(None)` is what JSON loses")]
 

@@ -1,7 +1,8 @@
 //! Minimal second store, which makes one mistake on request.
 //!
-//! The store shares no decision with the library, not even `Record::admit`, so the suite is checked by a second
-//! opinion. Most of the mistakes occurred in real stores.
+//! The store uses none of the library's code that decides about records, not even `Record::admit`. The suite must
+//! accept this independent implementation of the contract when it makes no mistake. Most of the mistakes occurred in
+//! real stores.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::future::poll_fn;
@@ -222,7 +223,7 @@ impl Plain {
         mut step: impl FnMut(&mut Option<Slot>) -> T + Send + 'a,
     ) -> StoreFuture<'a, T> {
         StoreFuture::new(async move {
-            // An unreachable store returns an error; by mistake it finds no record.
+            // An unreachable store returns an error. The mistake `ErrorsAreAbsent`: it answers that there is no record.
             if !self.reachable {
                 if !self.is(M::ErrorsAreAbsent) {
                     return Err(StoreError::new(StoreErrorKind::Unavailable, "no server"));
@@ -231,7 +232,8 @@ impl Plain {
             }
             let name = self.key(key);
             self.unlocked(&name).await?;
-            // An expired record counts as absent. A value that is not a record stays, and is an error.
+            // An expired record is removed, and the step finds no record. A value that is not a record stays, and the
+            // step fails.
             let take = |values: &mut Values| match values.remove(&name) {
                 Some(Value::Slot(slot)) => {
                     Ok(Some(slot).filter(|slot| self.is(M::NeverForgets) || slot.expires_at > self.now()))
@@ -247,7 +249,7 @@ impl Plain {
                     values.insert(name.clone(), Value::Slot(slot));
                 }
             };
-            // By mistake the step is not atomic: other tasks run between the read and the write.
+            // The mistake: the step is not atomic, because other tasks run between the read and the write.
             let torn = self.is(if writes { M::TornWrites } else { M::TornReads });
             if torn || self.is(M::ReadThenWrite) {
                 let mut slot = {
@@ -292,7 +294,7 @@ impl Plain {
             begun: self.is(M::ReservationBegins),
         };
         let fingerprint = request.fingerprint.or(recorded);
-        // Retention counts from the end of the lease; by mistake it counts from another time.
+        // The retention begins at the end of the lease. The mistake: it begins or ends at another time.
         let retention = match self.mistake {
             M::PendingExpiresAtTtl => request.ttl,
             M::PendingNeverExpires => Duration::from_secs(100_000),
@@ -394,7 +396,7 @@ impl Plain {
         if self.mismatches(record, lapsed, request) {
             return Reservation::FingerprintMismatch { attempt };
         }
-        // By mistake `max_attempts` is compared before the result or the lease.
+        // The mistake: `max_attempts` is compared before the result or the lease.
         let used_up = request.max_attempts.is_some_and(|max| record.attempts_used >= max.get());
         let mut unmarked = false;
         if used_up && (self.is(M::LimitBeforeResult) && record.is_finished() || self.is(M::LimitBeforeLease) && !lapsed)
@@ -444,7 +446,7 @@ impl Plain {
             }
             other => unreachable!("{other:?}"),
         }
-        // An attempt without a mark is not counted when it is taken over.
+        // An attempt whose body was not marked as begun is not counted when another attempt takes over.
         let counted = record.attempts_used - u32::from(unmarked && record.attempts_used > 0);
         if request.max_attempts.is_some_and(|max| counted >= max.get()) {
             return Reservation::AttemptsExhausted { attempts: counted };
@@ -508,7 +510,7 @@ impl Plain {
     fn end(&self, slot: &mut Option<Slot>, lease: &Lease, state: State, release: Option<Release>) -> Verdict {
         let now = self.now();
         let upserts = if release.is_some() { M::ReleaseUpserts } else { M::FinishUpserts };
-        // Without a record no write succeeds; by mistake it inserts a record.
+        // Without a record the store refuses the write. The mistake: the write inserts a record.
         let Some(found) = slot else {
             if self.is(upserts) {
                 let expires_at = now.saturating_add(lease.ttl);
@@ -518,7 +520,7 @@ impl Plain {
             }
             return Verdict::Refused;
         };
-        // Only the owner may write, and a finish must name its attempt.
+        // Only the owner may write, and a finish must name the record's attempt number.
         let by_key = if release.is_some() { M::ReleaseByKey } else { M::FinishByKey };
         if found.record.owner != lease.owner && !self.is(by_key) {
             return Verdict::Refused;
@@ -672,7 +674,7 @@ impl Plain {
     #[expect(clippy::too_many_lines, reason = "the function is a single decision")]
     fn decide(&self, slot: &mut Option<Slot>, decision: &Decision) -> DecisionAnswer {
         let now = self.now();
-        // By mistake the store applies a decision to any attempt, or at any time.
+        // The mistake: the store applies a decision to any attempt, or at any time.
         let any = match decision.action {
             Action::Reopen | Action::Discard => M::ReopensAnyAttempt,
             Action::Resolve(_) => M::ResolvesAnyAttempt,
@@ -686,7 +688,7 @@ impl Plain {
             _ => M::None,
         };
         let no_reason = self.is(M::RefusesWithoutReason);
-        // Without a record a decision is refused; by mistake it inserts a record.
+        // Without a record the store refuses the decision. The mistake: the decision inserts a record.
         let Some(found) = slot else {
             if self.is(M::ReopenUpserts) {
                 let nobody = OwnerToken::from_bytes([0; OwnerToken::BYTES]);
@@ -832,7 +834,7 @@ async fn pause(mut times: u32) {
     .await;
 }
 
-/// Reservation under way, which takes effect even if its caller is dropped.
+/// Reservation under way. The mistake: it takes effect even if its caller is dropped.
 struct Flight<'a>(&'a Plain, Option<ReserveRequest>);
 
 impl Flight<'_> {
@@ -1034,7 +1036,7 @@ impl Store for Plain {
             }
             let limit = if self.is(M::BatchOfAThousand) { 1_000 } else { leases.len() };
             let together = [M::RenewGroupsAnswers, M::RenewAllOrNothing, M::RenewWaitsForEach, M::RenewAnswersTogether];
-            // The store answers for a lease when the lease is renewed. By mistake it answers for all leases together.
+            // The store answers for a lease when the lease is renewed. The mistake: it answers for all leases together.
             let one = |at: usize, lease: &'a Lease| async move {
                 let renewed = match at {
                     at if at >= limit => Ok(Verdict::Refused),
@@ -1053,8 +1055,8 @@ impl Store for Plain {
                 renewed
             };
             let renewals = leases.iter().enumerate().map(|(at, lease)| one(at, lease));
-            // All leases are renewed concurrently, so that a locked record delays no other; by mistake they are renewed
-            // one by one.
+            // All leases are renewed concurrently, so that a locked record delays no other renewal. The mistake: they
+            // are renewed one by one.
             let renewed = if self.is(M::RenewWaitsForEach) {
                 let mut renewed = Vec::new();
                 for (at, renewal) in renewals.enumerate() {
@@ -1066,7 +1068,7 @@ impl Store for Plain {
             } else {
                 join_all(renewals).await
             };
-            // By mistake the store gives the answers in another order, or the same answer for all leases.
+            // The mistake: the store gives the answers in another order, or the same answer for all leases.
             let mut answers = renewed.into_iter().collect::<Result<Vec<_>, _>>()?;
             if self.is(M::RenewGroupsAnswers) {
                 answers.sort_by_key(|answer| *answer == Verdict::Refused);

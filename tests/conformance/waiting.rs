@@ -1,4 +1,4 @@
-//! Costs of waiting duplicates in every store, as the numbers of answered operations.
+//! Number of store operations that waiting duplicates cost, for every store.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,7 +27,7 @@ fn since(store: &dyn Store, before: [u64; 3]) -> [u64; 3] {
     [0, 1, 2].map(|at| now[at] - before[at])
 }
 
-/// Key that another handle holds, and the handle in which duplicates wait.
+/// Key that the handle `store` holds by `lease`, and the handle `peer` in which duplicates wait for this key.
 struct Held {
     store: Arc<dyn Store>,
     peer: Arc<dyn Store>,
@@ -105,7 +105,8 @@ pub(crate) async fn many_wait(subject: Subject, many: u64) {
     assert_eq!(waits, 2, "the store has waited once for the first duplicate, and once for all later ones");
 }
 
-/// Defines the tests of one store, on one thread: when all reservations are answered, all duplicates wait.
+/// Defines the tests of one store. Each test runs on one thread, so all duplicates wait once all reservations are
+/// answered.
 macro_rules! waiting {
     ($name:ident, $subject:expr, $many:expr) => {
         mod $name {
@@ -141,7 +142,7 @@ waiting!(pgbouncer, idem_tests::postgres::subject_behind_pgbouncer().await, 10_0
 waiting!(cluster, idem_tests::cluster::cluster_subject(RedisStore::options).await, 10_000);
 waiting!(sentinel, idem_tests::cluster::sentinel_subject(RedisStore::options).await, 10_000);
 waiting!(sentinel_replicated, idem_tests::cluster::sentinel_subject(replicated).await, 10_000);
-// The emulator needs a millisecond for each duplicate.
+// The emulator needs a millisecond for each duplicate, so fewer duplicates wait here.
 #[cfg(feature = "dynamodb")]
 waiting!(dynamo, idem_tests::dynamo::Kind::Dynoxide.subject().await, 1_000);
 #[cfg(feature = "wrappers")]

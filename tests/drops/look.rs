@@ -82,7 +82,7 @@ impl Scene {
     }
 }
 
-/// Makes a fresh call, which must immediately run or return the state of the key.
+/// Makes a new call, which must immediately run its body, or return the recorded result or the interruption of the key.
 async fn try_again(calls: &Arc<Calls>, store: &Arc<dyn Store>, key: usize, book: &Book) -> Result<(), Wrong> {
     let (result, outcome) = calls.fresh(store, key).await;
     let last = book.runs.last().map_or(0, |run| run.attempt);
@@ -109,7 +109,7 @@ async fn inspect(store: &Arc<dyn Store>, calls: &Calls, key: usize) -> Option<Re
     found.map(|inspection| inspection.record)
 }
 
-/// Checks that `record` follows from the bodies in `book`.
+/// Checks that the runs of bodies that `book` lists explain the state of `record`.
 fn judge(book: &Book, on_crash: OnCrash, record: Option<&Record>) -> Result<(), Wrong> {
     let otherwise = |what: &str| Err(Wrong::Otherwise(format!("{what}: {record:?}")));
     let numbers: Vec<u32> = book.runs.iter().map(|run| run.attempt).collect();

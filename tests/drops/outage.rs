@@ -1,8 +1,8 @@
 //! Calls that are dropped while their store does not answer for more than a lease.
 //!
 //! After the outage and all late writes, every key is free, recorded, or interrupted by a body that began and did not
-//! return. Under `on_crash = retry` a key may be held until its lease has lapsed, because clean-ups and releases are
-//! given up after a lease. The counted attempts are those whose body began.
+//! return. Under `on_crash = retry` a key may be held until its lease has lapsed, because a clean-up or a release is
+//! repeated for no longer than a lease. A record counts only attempts whose body began.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -130,7 +130,7 @@ async fn look(calls: &Arc<Calls>, rig: &Rig, key: usize) -> Result<(), Wrong> {
     try_again(calls, store, key).await
 }
 
-/// Checks that `found` follows from the bodies in `book`.
+/// Checks that the runs of bodies that `book` lists explain the record in `found`.
 fn judge(book: &Book, on_crash: OnCrash, found: Option<&Inspection>) -> Result<(), Wrong> {
     let otherwise = |what: &str| Err(Wrong::Otherwise(format!("{what}: {found:?}")));
     if !book.runs.is_sorted_by(|one, next| one.attempt < next.attempt) {
@@ -171,7 +171,7 @@ fn judge(book: &Book, on_crash: OnCrash, found: Option<&Inspection>) -> Result<(
         }
         _ => return otherwise("the state of the record does not follow from its bodies"),
     }
-    // Under `retry` a lapsed attempt has no mark, and is not counted.
+    // Under `retry` the record has no mark that a body began, and a lapsed attempt is not counted.
     let began = book.runs.len();
     if counted > began || (fail && counted < began) {
         return otherwise("the number of counted attempts is not that of the bodies that began");
@@ -179,7 +179,7 @@ fn judge(book: &Book, on_crash: OnCrash, found: Option<&Inspection>) -> Result<(
     Ok(())
 }
 
-/// Makes a fresh call, which must run or return the state of the key.
+/// Makes a new call, which must run its body, or return the recorded result or the interruption of the key.
 async fn try_again(calls: &Arc<Calls>, store: &Arc<dyn Store>, key: usize) -> Result<(), Wrong> {
     let book = calls.books().of(key);
     let interrupted = calls.on_crash() == OnCrash::Fail && book.unreturned();

@@ -23,7 +23,8 @@ const TTL: Duration = Duration::from_secs(3600);
 const TASKS: usize = 64;
 /// Number of tasks that make calls in an outage.
 const TASKS_IN_AN_OUTAGE: usize = 24;
-/// Last await at which a call is dropped. A call without a delay has fewer awaits.
+/// Largest number of an await at which [`Way::AtAwait`] and [`Way::Elsewhere`] drop a call. A call whose answers are
+/// not delayed has fewer awaits.
 const AWAITS: usize = 6;
 /// Number of keys that are finished before any call is dropped.
 const FINISHED: usize = 40;
@@ -146,7 +147,8 @@ impl Books {
         runs.len() - 1
     }
 
-    /// Enters the guard of a body. Returns the number of another attempt whose guard still exists.
+    /// Notes that the body of this attempt has a guard now. Returns the number of another attempt whose guard still
+    /// exists.
     fn guard(&self, key: usize, attempt: u32) -> Option<u32> {
         self.0.lock().unwrap()[key].guarded.replace(attempt)
     }
@@ -175,7 +177,8 @@ impl Guard {
     fn begins(&self, attempt: u32) {
         let Self { calls, key, .. } = self;
         self.attempt.set(Some(attempt));
-        // A body that is paused in an outage keeps its values; under `retry` another body may begin meanwhile.
+        // A body that is paused in an outage keeps its guard. Under `retry` another body of its key may begin
+        // meanwhile.
         if let Some(other) = calls.books.guard(*key, attempt)
             && calls.keeps_others_out()
         {
@@ -308,7 +311,7 @@ impl Scene {
         self.note_told();
     }
 
-    /// Adds the problems of the calls to those of the scene.
+    /// Moves the problems that the calls have noted to the problems of the scene.
     fn note_told(&mut self) {
         let told = std::mem::take(&mut *self.calls.told.lock().unwrap());
         self.others += told.len();
