@@ -34,7 +34,8 @@ use idem_tests::proxy::{Line, Proxy};
 use idem_tests::race::Race;
 use tokio::sync::Semaphore;
 
-/// Reading of wall clocks that stand still, in milliseconds since 1970: a Tuesday in November 2023.
+/// Time that the tests' wall clocks show until a test sets them, in milliseconds since 1970: a Tuesday in November
+/// 2023.
 const THEN: i64 = 1_700_000_000_000;
 
 /// Options with a namespace that no other test uses, and with a time limit that suits slow machines.
@@ -48,7 +49,7 @@ fn wired(test: &str) -> (DynamoStore, Wire) {
     (options(test).build(client(&wire), TABLE), wire)
 }
 
-/// Store as of [`wired`], with a clock that stands still.
+/// Returns a store like that of [`wired`], with this clock skew in milliseconds and a clock that stands still at `now`.
 fn timed(test: &str, skew: i64, now: i64) -> (DynamoStore, OddClock) {
     let (clock, skew) = (OddClock::at(now), Duration::from_millis(skew.unsigned_abs()));
     let options = options(test).max_clock_skew(skew).clock(clock.clone());
@@ -231,7 +232,8 @@ async fn a_result_too_large_for_an_item_ends_the_operation_without_the_result() 
     let (second, _) = call("k", 500_000).await;
     assert!(matches!(second, Err(Error::ResultUnavailable { .. })), "{second:?}");
     assert_eq!(runs.load(Ordering::SeqCst), 1);
-    // If DynamoDB finds the item too large and the store does not, the operation ends in the same way.
+    // If DynamoDB refuses an item as too large although the store has accepted its size, the operation is also recorded
+    // without its result.
     let body = r#"{"__type":"ValidationException","message":"Item size has exceeded the maximum allowed size"}"#;
     wire.script([Reply::Pass, Reply::Instead(400, body.to_owned())]);
     assert!(call("other", 10).await.1.recorded());
@@ -389,7 +391,7 @@ async fn a_waiting_duplicate_is_woken_by_its_own_store_handle_and_polls_for_othe
 
 // Clocks that differ.
 
-/// Two machines with different clocks, whose readings follow from the true time.
+/// Two machines, whose clocks are `ahead` of the true time by these numbers of milliseconds.
 struct Machines {
     stores: [DynamoStore; 2],
     clocks: [OddClock; 2],
@@ -467,7 +469,7 @@ async fn machines_within_the_skew_never_forget_a_record_early() {
             assert!(matches!(answer, Reservation::Finished { .. }), "{ahead:?} at {at}: {answer:?}");
             assert!(b.inspect(&held.key).await.unwrap().is_some(), "{ahead:?} at {at}");
         }
-        // The item still exists, but counts as absent.
+        // The item still exists, but its retention has ended, so the store answers that there is no record.
         machines.at(forgotten);
         assert_eq!(b.inspect(&held.key).await.unwrap(), None, "{ahead:?}");
         assert_eq!(b.reopen(&held.key, 1).await.unwrap(), Verdict::Refused, "{ahead:?}");
@@ -758,7 +760,7 @@ async fn every_refusal_by_dynamodb_has_its_error_kind_in_every_store_call() {
         let play = || wire.script([reply.clone()]);
         play();
         is("reserve", store.reserve(&request).await.err());
-        // The operations other than `reserve` find the record that this reservation makes.
+        // The same reservation succeeds without a fault. The operations below need its record.
         assert_eq!(wins(&store, &request).await, lease, "{reply:?}");
         play();
         is("renew", renew_all(&store, std::slice::from_ref(&lease)).await.err());
@@ -778,7 +780,8 @@ async fn every_refusal_by_dynamodb_has_its_error_kind_in_every_store_call() {
 
 #[tokio::test]
 async fn neither_a_refusal_nor_an_invalid_answer_makes_a_body_run_twice() {
-    // Each answer replaces the answers to the first requests of each step.
+    // In each step, the scripted answer replaces `times` answers of DynamoDB, after `before` requests that DynamoDB
+    // answers.
     let steps = [("reserve", 0, 1), ("reserve", 0, 5), ("finish", 1, 1), ("finish", 1, 5)];
     let cases = answers().into_iter().enumerate().flat_map(|(n, (reply, _))| {
         steps.map(move |(step, before, times)| {
@@ -814,7 +817,8 @@ async fn a_refusal_without_the_item_makes_the_store_read_the_item() {
     const REFUSED: &str = r#"{"__type":"ConditionalCheckFailedException","message":"The conditional request failed"}"#;
     let (store, wire) = wired("no-item");
     let bare = || Reply::Instead(400, REFUSED.to_owned());
-    // The store reads the item and finds none, because it was deleted meanwhile; the reservation is repeated.
+    // DynamoDB refuses the write without returning the item, so the store reads the item. The store finds none, because
+    // the item was deleted meanwhile, and repeats the reservation.
     wire.script([bare()]);
     let lease = reserved(&store, "k").await;
     assert_eq!(wire.seen(), ["PutItem", "GetItem", "PutItem"]);
@@ -850,7 +854,8 @@ async fn damaged_items_and_items_of_a_later_version_are_not_changed() {
     let sample = item(&raw(), "others:1/test/sample").await;
     let number = |n: i64| AttributeValue::N(n.to_string());
     let text = |text: &str| AttributeValue::S(text.to_owned());
-    // The item has a later version, and its retention seems to have ended, which only the later version can judge.
+    // The item has the format of a later version. Its retention seems to have ended, but only the later version can
+    // read such an item.
     let mut later = sample.clone();
     later.insert("key".to_owned(), text("others:1/test/later"));
     later.insert("format".to_owned(), number(2));
@@ -903,7 +908,7 @@ async fn damaged_items_and_items_of_a_later_version_are_not_changed() {
         assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{what}");
         assert!(source.to_string().contains(words), "{what}: {source}");
         assert_eq!(runs.into_inner(), 0, "{what}");
-        // The owner's writes and an operator's `reopen` change the item in no version.
+        // The owner's writes and an operator's `reopen` are refused, and do not change the damaged item.
         let request = request(&store, &name);
         let lease = Record::first(&request).lease(&request);
         assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Refused, "{what}");

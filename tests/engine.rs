@@ -207,7 +207,7 @@ async fn a_waiting_duplicate_is_woken_by_the_completion() {
         settle().await;
         go.send(()).unwrap();
     };
-    // The clock stands still: a waiter that polls would never return.
+    // The clock stands still, so a waiter that slept between reads of the record would never return.
     let (first, duplicates, ()) = futures::join!(first, duplicates, finish);
     assert_eq!(first.unwrap(), 1);
     for (result, outcome) in duplicates {
@@ -485,7 +485,8 @@ async fn a_call_with_an_invalid_key_runs_no_body() {
     assert_eq!(world.runs(), 0);
 }
 
-/// PostgreSQL can't store a NUL, and other stores can. A key must not depend on the store, so no key may hold a NUL.
+/// PostgreSQL can't store a NUL, and other stores can. The same keys must be valid in every store, so no key may hold a
+/// NUL.
 #[test]
 fn no_key_holds_a_control_character() {
     static SCOPE: Scope = Scope::named("no_key_holds_a_control_character");
@@ -511,7 +512,8 @@ fn no_key_holds_a_control_character() {
     }
 }
 
-/// If any try of a reservation may have taken effect, the call's error says so, also if the last try had none.
+/// If any try of a reservation may have taken effect, the call's error says so, even if the last try certainly took no
+/// effect.
 #[tokio::test]
 async fn an_error_promises_that_nothing_was_written_only_if_no_try_may_have_taken_effect() {
     let faults = [
@@ -679,7 +681,8 @@ async fn a_lapsed_reservation_that_can_not_be_renewed_starts_no_body_and_is_rele
     }
 }
 
-/// Starts a waiting duplicate whose first request got no answer, and reserves the key only now.
+/// Starts a duplicate whose first reservation got no answer, and which waits after its second one. Then the first
+/// reservation takes effect.
 async fn lands_late(world: &World) -> std::pin::Pin<Box<dyn Future<Output = Result<Duration, Error>>>> {
     let running = world.hang(POLICY).await;
     world.store.next(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unconfirmed));
@@ -1133,7 +1136,7 @@ async fn a_result_too_large_for_the_store_still_ends_the_operation() {
     assert!(unavailable, "{result:?}");
     assert_eq!((world.runs(), outcome.disposition()), (1, Disposition::DeadLetter));
 
-    // After a drop of the call, the operation also ends without the result that is too large.
+    // If the call is dropped, its completion is recorded too, without the result, which is too large.
     let world = World::new();
     world.store.next(StoreCall::Finish, Fault::Slow(2));
     // Two faults: the drop tries the write once, and if that fails or is not answered immediately, a task tries again.
@@ -1227,7 +1230,7 @@ async fn a_handler_without_a_reservation_may_wait_for_its_own_key() {
         gate.await.ok();
         world.body().await
     });
-    // The outer handler is off and holds no reservation, so the inner call may wait.
+    // The outer handler runs in mode `Off` and holds no reservation, so the inner call may wait.
     let off = wait.mode(Mode::Off);
     let outer = world.operation(off).run(world.call_result(wait));
     let finish = async {

@@ -22,8 +22,8 @@ use idem_tests::server::{Kind, RedisServer};
 const ALONE: &str = "IDEM_TEST_EXHAUSTED";
 const LEASE: Duration = Duration::from_millis(600);
 
-/// Runs the test `name` in a limited process of its own, to which it passes `server`. Returns the passed text in that
-/// process, and `None` in any other.
+/// Runs the test `name` again in a process with low limits, and passes the text of `server` to this process. Returns
+/// the text in the limited process, and `None` in the process that started it.
 fn limited(name: &str, server: impl FnOnce() -> (String, Box<dyn std::any::Any>)) -> Option<String> {
     /// Number of users so far. A limit of threads applies to all processes of a user, so each test is another user.
     static TESTS: AtomicU32 = AtomicU32::new(0);

@@ -18,7 +18,7 @@ mod rigs;
 #[path = "faults/tools.rs"]
 mod tools;
 
-/// Fault. A test has the name of a variant.
+/// Fault that a test causes. The name of each variant is also the name of a test.
 #[allow(non_camel_case_types)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fault {
@@ -125,7 +125,7 @@ pub enum VisibleEffect {
     Unrenewed,
 }
 
-/// Words of the table with their meanings.
+/// Visible effects, each with its word in the table of docs/faults.md and the meaning of that word.
 const SEEN: &[(VisibleEffect, &str, &str)] = &[
     (
         VisibleEffect::TakenOver,

@@ -293,7 +293,7 @@ impl Reader<'_> {
                 while !self.take("}") {
                     let name = self.text();
                     assert!(self.take(":"));
-                    // If a name occurs twice, the last entry counts.
+                    // If a name occurs twice, the last entry replaces the first.
                     entries.insert(name, self.value());
                     self.take(",");
                 }
@@ -511,7 +511,8 @@ fn bytes_of_every_type_have_the_fingerprint_of_an_array_of_numbers() {
             of(&serde_json::to_value(&bytes).unwrap()),
         ];
         assert!(same.iter().all(|other| *other == same[0]), "{len}: {same:?}");
-        // The same holds inside an enum. A last element that is no byte changes the whole fingerprint.
+        // Inside an enum, too, bytes and a tuple of the same numbers have equal fingerprints. If the last element of a
+        // sequence is no byte, the fingerprint is another one.
         let numbers: Vec<_> = bytes.iter().map(|byte| Data::U16((*byte).into())).collect();
         let variant = Data::NewtypeVariant(0, Box::new(Data::Bytes(bytes.clone())));
         assert_eq!(of(&variant), of(&Data::TupleVariant(0, numbers.clone())), "{len}");
@@ -523,7 +524,7 @@ fn bytes_of_every_type_have_the_fingerprint_of_an_array_of_numbers() {
             assert_ne!(with(Data::Seq), same[0], "{len} {last:?}");
         }
     }
-    // Elements before the first element that is no byte also count.
+    // Bytes before the first element that is no byte also enter the fingerprint.
     assert!(of(&[1, 256]) != of(&[2, 256]) && of(&[1, 256]) != of(&[256]) && of(&[256, 1]) != of(&[256, 2]));
     let of_one = |byte: u8| of(&[byte]);
     assert!((1..=255).all(|byte| of_one(byte) != of_one(0) && of_one(byte) != of(&byte)));
@@ -702,7 +703,7 @@ impl Tree {
                 Node { text: format!("*{texts:?}"), built: Built::Set(set) }
             }
             Self::Map(entries) => {
-                // If a name occurs twice, the last entry counts, whatever the start index is.
+                // If a name occurs twice, the last entry is used, whatever the start index is.
                 let last: BTreeMap<u8, &Self> = entries.iter().map(|(name, tree)| (*name, tree)).collect();
                 let mut entries: Vec<_> = last.into_iter().map(|(name, tree)| (name, tree.build(turn))).collect();
                 let text =

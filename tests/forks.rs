@@ -326,8 +326,8 @@ fn a_child_never_hangs_where_the_store_of_its_parent_fails() {
     }
 }
 
-/// Exporter that stops the first thread of the parent that makes a counter while `is_armed`, until `goes_on`. Threads
-/// of a child are never stopped.
+/// Exporter that stops the first thread of the parent that makes a counter while `is_armed` is set, until `goes_on` is
+/// set. Threads of a child are never stopped.
 #[cfg(feature = "metrics")]
 #[derive(Default)]
 struct SlowExporter {

@@ -52,7 +52,7 @@ impl Time {
     }
 }
 
-/// Step of a history. `back` is the number of attempts that were requested after the one meant.
+/// Step of a history. `back` selects an attempt by the number of attempts that the history has requested after it.
 #[derive(Clone, Debug)]
 enum Step {
     Reserve {
@@ -106,7 +106,7 @@ fn step(by_hand: bool) -> impl Strategy<Value = Step> {
     let on_crash = prop_oneof![3 => Just(OnCrash::Retry), 1 => Just(OnCrash::Fail)];
     let fingerprint = prop_oneof![3 => Just(None), 3 => Just(Some(1)), 1 => Just(Some(2))];
     let max_attempts = prop_oneof![2 => Just(None), 1 => (1..4_u32).prop_map(Some)];
-    // Most steps are about the latest attempts, because the store refuses writes of all earlier attempts.
+    // Most steps use one of the latest attempts, because the store refuses the writes of earlier ones.
     let back = || prop_oneof![4 => Just(0_usize), 2 => Just(1_usize), 1 => 2..8_usize];
     let payload = prop_oneof![
         4 => proptest::collection::vec(any::<u8>(), 0..4).prop_map(|bytes| StoredResult::Encoded {

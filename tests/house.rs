@@ -1,4 +1,4 @@
-//! Checks that the documents are true of the sources, and that both follow the rules of the house.
+//! Checks that the documents are true of the sources, and that both follow this project's rules.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs;
@@ -480,7 +480,8 @@ fn types_are_named_by_nouns() {
     assert!(wrong.is_empty(), "types that are named by a participle: {wrong:#?}");
 }
 
-/// Modules of a crate by their paths, each with the paths that it imports. `true` stands for a re-export.
+/// Modules of a crate by their paths, each with the paths that it imports. The flag of a path is true if the module
+/// re-exports the path.
 struct Imports(BTreeMap<Vec<String>, Vec<(Vec<String>, bool)>>);
 
 impl Imports {
@@ -500,7 +501,7 @@ impl Imports {
             let (mut imports, code) = (Vec::new(), code(&path));
             for statement in code.split(';') {
                 let lines = statement.lines().rev().collect::<Vec<_>>();
-                // Indented statements belong to inline modules.
+                // An indented `use` is inside an inline module, and is left out.
                 let Some(first) = lines.iter().position(|line| line.starts_with("use ") || line.starts_with("pub"))
                 else {
                     continue;
@@ -540,7 +541,7 @@ impl Imports {
             }
             (base, rest) = (inner, others);
         }
-        // If the module imports the item itself, the item belongs to the module from which it comes.
+        // If the module at `base` imports the item, the search goes on in the module from which it imports the item.
         let taken = |(path, _): &&(Vec<String>, bool)| rest.len() == 1 && path.last() == rest.first();
         match self.0[&base].iter().find(taken) {
             Some((further, _)) if depth < 9 => self.target(&base, further, depth + 1).or(Some(base)),
@@ -600,7 +601,7 @@ fn leaves(tree: &str, before: &[String], found: &mut Vec<Vec<String>>) {
     leaves(&inner[start..], &before, found);
 }
 
-/// A reader can understand files that import each other only together. `LEFT` lists such files; the list only shrinks.
+/// Files that import each other can be understood only together. `LEFT` lists such files; the list only shrinks.
 #[test]
 fn no_files_import_each_other() {
     const LEFT: [(&str, &[&str]); 3] = [("idem-runtime", &[]), ("idem-cli", &[]), ("idem-macros", &[])];

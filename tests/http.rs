@@ -1,6 +1,7 @@
 //! The `Idempotency-Key` layer over real sockets, HTTP/1.1 and HTTP/2.
 //!
-//! Mistakes of other layers, and the test here that shows the opposite:
+//! Mistakes of other libraries' layers for this header, each with the tests that show the right behaviour of this
+//! layer:
 //!
 //! | mistake | test |
 //! |---|---|

@@ -14,7 +14,7 @@ use super::super::*;
 
 const EVERY: Duration = Duration::from_secs(10);
 
-/// Calls of a beat callback: the number of each beat, and the time since the start of its delivery.
+/// Calls of a beat callback: the number of each beat, and the time since the delivery's first call first waited.
 #[derive(Clone, Default)]
 struct CallbackCalls(Arc<Mutex<Vec<(u32, Duration)>>>);
 

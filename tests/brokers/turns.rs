@@ -76,7 +76,7 @@ fn longest(item: &[Step]) -> (u64, [Option<u64>; 3]) {
     (all, on)
 }
 
-/// Bodies that a batch runs now for each key, the largest number of bodies that ran together, and the items' durations.
+/// Number of bodies that run now for each key, the largest such number so far, and the items' durations.
 #[derive(Default)]
 struct BatchEvents {
     running: [usize; 3],

@@ -1,4 +1,4 @@
-//! Mark in the record that the body begins, and reservations and marks that take effect late.
+//! Mark in a record that the attempt's body has begun; and reservations and marks that take effect late.
 
 use idem_runtime::store::{Reservation, Verdict};
 
@@ -6,7 +6,7 @@ use super::super::*;
 
 const AT_MOST_ONCE: Policy = POLICY.on_crash(OnCrash::Fail);
 
-/// Advances the clock by `leases` leases.
+/// Advances the clock by `leases` times the lease duration, in steps of a quarter of a lease.
 async fn outlast(world: &World, leases: u32) {
     for _ in 0..leases * 4 {
         settle().await;

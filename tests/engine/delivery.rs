@@ -286,8 +286,9 @@ async fn each_uncertain_effect_is_reported_once() {
         Ok::<u32, Error>(4)
     }));
     assert!(poll_once(late.as_mut()).await.is_pending());
-    // A caller under `fail` must not take over from a body that may have had its effect. The process of the body knows
-    // that its end is being written.
+    // A caller under `fail` must not take over from a body that may have had its effect. A caller in the same process
+    // gets `InProgress`, because that process is still writing the end of the attempt. A caller in another process gets
+    // `Interrupted`.
     let at_most_once = policy.on_crash(OnCrash::Fail);
     assert!(matches!(hanging(at_most_once).await, Err(Error::InProgress { attempt: 4, .. })));
     let elsewhere = world.memory.peer();

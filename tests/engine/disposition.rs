@@ -82,7 +82,7 @@ fn expected(calls: &[Ending], returned: Returned) -> Kind {
 }
 
 impl World {
-    /// Returns a world in which the keys of the refused calls are prepared.
+    /// Returns a world whose store already has the records for which calls are refused.
     async fn with_refusals() -> Self {
         let world = Self::new();
         let of = |name| Operation::new(&world.store, Ok(Self::key(name)), POLICY.on_crash(OnCrash::Fail));
@@ -195,7 +195,8 @@ async fn a_failure_of_the_last_delivery_is_dead_lettered() {
     for calls in (0..=2).flat_map(sequences) {
         for returned in [Returned::Ok, Returned::ErrWithTheCalls, Returned::ErrLater] {
             for delivery in 3..=6 {
-                // A duplicate in progress waits on its last deliveries, which another test covers.
+                // A duplicate of a running attempt waits if its delivery is one of the last. Another test covers this
+                // wait.
                 if calls.contains(&Ending::InProgress) {
                     continue;
                 }
@@ -312,7 +313,8 @@ async fn a_temporary_refusal_of_an_inner_call_is_not_recorded() {
 
 #[tokio::test]
 async fn retry_pauses_grow_and_differ_by_key_without_a_delivery_number() {
-    /// Pauses of eight deliveries, each of which comes when the pause before it ends.
+    /// Returns the pauses after eight failed deliveries. Each delivery comes when the pause after the previous one
+    /// ends.
     async fn pauses(world: &World, deliver: impl AsyncFn() -> Outcome) -> Vec<Duration> {
         let mut pauses = Vec::new();
         for _ in 0..8 {
@@ -336,7 +338,8 @@ async fn retry_pauses_grow_and_differ_by_key_without_a_delivery_number() {
     }
     let failed = || Err::<(), _>(Failure::Declined(1));
     for kind in ["an error after a success", "no reservation", "a result that panics"] {
-        // The pauses of different keys must differ, so the second pause of each key is collected.
+        // The second pauses of the keys. They must differ, so that failed deliveries of many keys do not return
+        // together.
         let mut first = Vec::new();
         let world = World::new();
         for key in ["a", "b", "c", "d", "e", "f"] {

@@ -224,7 +224,7 @@ async fn a_renewal_that_is_refused_after_the_attempt_recorded_its_result_loses_n
         settle().await;
         world.clock.advance(Duration::from_secs(1));
     }
-    // The store refuses the beat, because the record has ended. The call still repeats its completion.
+    // The store refuses the renewal, because the attempt has ended. The call still repeats its completion.
     for _ in 0..3 {
         settle().await;
         world.clock.advance(Duration::from_secs(1));
@@ -348,8 +348,8 @@ async fn a_refusal_of_one_lease_ends_the_body_of_no_other() {
         assert!(poll_once(call.as_mut()).await.is_pending());
         calls.push(call);
     }
-    // The error of a call that renews both leases does not name the damaged record. When each lease is renewed alone,
-    // the store is away.
+    // For as long as a lease lasts, one store call renews both leases, and its error `Corrupt` does not name the
+    // damaged record. Later each lease is renewed by its own call, and the store is unavailable.
     for _ in 0..60 {
         let both = world.clock.now().since_origin() < LEASE;
         let kind = if both { StoreErrorKind::Corrupt } else { StoreErrorKind::Unavailable };

@@ -117,7 +117,7 @@ async fn a_waiting_duplicate_reserves_once_and_gets_the_result() {
     assert_eq!(hall.store.inner.count(StoreCall::Inspect), 1, "only the test has inspected the record");
 }
 
-/// Duplicates that came during a wait share one more read of the record after that wait.
+/// Duplicates that join while the store already waits for another duplicate share the store's next wait.
 #[tokio::test]
 async fn many_duplicates_share_one_wait() {
     let hall = Hall::new();
@@ -197,7 +197,7 @@ async fn a_duplicate_that_comes_too_late_for_an_answer_reserves_again() {
     }
 }
 
-/// Each duplicate compares the fingerprint, as a reservation would.
+/// Each waiting duplicate compares its fingerprint with that of the record, as a reservation does.
 #[tokio::test]
 async fn each_waiting_duplicate_compares_its_fingerprint() {
     let hall = Hall::new();
@@ -287,8 +287,8 @@ async fn one_waiting_duplicate_takes_a_released_key_and_the_others_go_on_waiting
     assert_eq!((hall.asked(), hall.runs.load(Ordering::SeqCst)), ((22, 0), 1));
 }
 
-/// One duplicate at a time may reserve. If it is dropped, the next one reserves; if it stands still, the next one
-/// reserves after 100 ms.
+/// One duplicate at a time may reserve. If this duplicate is dropped, the next one reserves immediately. If it stands
+/// still, the next one reserves after 100 ms.
 #[tokio::test]
 async fn a_stalled_duplicate_lets_the_next_one_reserve() {
     for dropped in [true, false] {
@@ -313,7 +313,7 @@ async fn a_stalled_duplicate_lets_the_next_one_reserve() {
     }
 }
 
-/// If the store's wait returns nothing, one duplicate reserves for all.
+/// If the store's wait returns no record, one duplicate reserves for all.
 #[tokio::test]
 async fn if_a_wait_returns_nothing_one_duplicate_reserves() {
     let hall = Hall::new();
@@ -363,7 +363,7 @@ async fn an_outage_of_the_store_ends_no_wait_of_a_duplicate() {
     }
 }
 
-/// Duplicates whose store comes back after an outage do not all send their requests together.
+/// After an outage of the store, duplicates send their requests at different times.
 #[tokio::test]
 async fn duplicates_do_not_reserve_together_after_an_outage() {
     const WAITERS: usize = 40;
@@ -390,7 +390,8 @@ async fn duplicates_do_not_reserve_together_after_an_outage() {
     assert!(late.iter().all(|asked| *asked <= WAITERS / 3), "{late:?}");
 }
 
-/// In an outage the wait ends with the policy's time. After a permanent error the wait ends immediately.
+/// In an outage a duplicate waits for as long as its policy allows. A permanent error of the store ends the wait
+/// immediately.
 #[tokio::test]
 async fn a_wait_in_an_outage_is_as_long_as_the_policy_says() {
     for (kind, lasts) in [(StoreErrorKind::Unavailable, true), (StoreErrorKind::Misconfigured, false)] {

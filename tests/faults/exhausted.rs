@@ -10,7 +10,7 @@ use crate::tools::{allow_descriptors, allow_threads, take_descriptors, threads, 
 const BESIDE: usize = 2;
 
 impl<R: Rig> Scene<R> {
-    /// From its start, the process can have no thread but the first.
+    /// Checks a process that can have only one thread from its start on.
     pub async fn threads_exhausted(&mut self) {
         self.rig.let_other_users_in();
         self.crew.set_wrapper(without_threads());
@@ -38,7 +38,7 @@ impl<R: Rig> Scene<R> {
         }
     }
 
-    /// The process runs out of descriptors while it holds bodies and serves other keys.
+    /// Checks a process that runs out of descriptors while it holds bodies and serves other keys.
     pub async fn descriptors_exhausted(&mut self) {
         let holder = self.hold(0, Keys::Beside(HELD, BESIDE), Work::Quiet, Place::One).await;
         // After this wait, the connection for renewals exists.

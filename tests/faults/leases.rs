@@ -80,13 +80,13 @@ impl<R: Rig> Scene<R> {
         holder
     }
 
-    /// Waits until all processes have ended. Returns the attempts that took effect.
+    /// Waits until all processes have ended. Returns the numbers of the attempts that took effect, for each key.
     async fn ended(&mut self, keys: usize) -> Vec<Vec<u32>> {
         self.crew.ended().await;
         self.crew.audit(keys, &Rules::STRICT).await.0
     }
 
-    /// Answers to the calls that `worker` began after `since`, with their keys.
+    /// Returns the answers to the calls that `worker` began after `since`, each with its key.
     pub fn told(&self, worker: u32, since: u64) -> Vec<(usize, Event)> {
         let lines = self.crew.lines();
         let of_worker = || lines.iter().filter(|line| line.worker == worker);
@@ -355,7 +355,7 @@ async fn without_waiting<T>(rig: &impl Rig, work: impl Future<Output = T>) -> T 
     }
 }
 
-/// Longest duration of some calls without a fault.
+/// Makes some calls without a fault, and returns the duration of the longest one.
 async fn longest_call(spec: &str) -> Duration {
     const LEASE: Duration = Duration::from_secs(30);
     const POLICY: Policy = Policy::new(Duration::from_secs(3600)).lease(LEASE);

@@ -1,5 +1,5 @@
-//! Course of every fault: racers work, the fault is caused, their answers are checked, the fault ends, and the audit
-//! follows.
+//! Course of a test of a fault: processes ("racers") serve keys, the test causes the fault and checks the racers'
+//! answers, the fault ends, and the audit compares effects and records.
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -12,9 +12,9 @@ use crate::rigs::{Rig, set_all};
 use crate::tools::WallClock;
 use crate::{Fault, VisibleEffect, leases};
 
-/// Number of keys that must be done before the store counts as working.
+/// Number of keys that workers must have served before a test takes the store as working.
 const PROGRESS: usize = 5;
-/// Seconds by which a test sets the clocks.
+/// Seconds by which a test sets a worker's clock ahead of the right time, and then behind it.
 const STEP: i64 = 3600;
 const DELAY: Duration = Duration::from_millis(100);
 /// Number of keys that a worker begins concurrently after the server is stopped.
@@ -67,7 +67,7 @@ struct Scene<R> {
     others: [u32; 2],
 }
 
-/// Lines of the table, with queries about calls.
+/// Lines that the racers have written about their calls, with queries about calls.
 struct Seens<'a>(&'a [race::Line]);
 
 impl Seens<'_> {
@@ -114,7 +114,7 @@ impl<R: Rig> Scene<R> {
         let mut crew = Crew::new(env!("CARGO_BIN_EXE_racer"), &rig.spec());
         let server_stops = fault == Fault::server_stopped_and_continued;
         crew.orders().policies = if server_stops { Policies::Limited } else { Policies::Mixed };
-        // Workers begin keys with smaller numbers after the server is stopped.
+        // Smaller keys are left for two further workers, which begin these keys while the server is stopped.
         let first = if server_stops { 1 + 2 * (1 + GATED) } else { 1 };
         let steps = matches!(fault, Fault::clock_stepped | Fault::clock_stepped_within_the_skew);
         let stepped = if steps { clock.env() } else { rig.env() };
@@ -144,7 +144,7 @@ impl<R: Rig> Scene<R> {
         self.crew.until(what, |lines| condition(&Seens(lines))).await;
     }
 
-    /// Waits until some keys that are begun from now on are done.
+    /// Waits until workers have served [`PROGRESS`] keys in calls that they begin from now on.
     async fn progress(&self, what: &str) {
         let now = race::now();
         self.until(what, |seen| seen.ran_since(now) >= PROGRESS).await;
@@ -200,7 +200,8 @@ impl<R: Rig> Scene<R> {
         })
         .await;
         self.progress("the others go on").await;
-        // The bodies overlap now, so a worker that wakes must only record its result.
+        // Two bodies of key 0 have begun now. The gate of the stopped holder opens, so that the holder's body ends as
+        // soon as its process continues.
         self.crew.open_gate(self.holder);
         self.crew.signal(self.holder, "-CONT");
         self.crew.signal(self.others[0], "-CONT");

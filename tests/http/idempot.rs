@@ -209,7 +209,7 @@ impl Till {
     }
 }
 
-/// Name and lines of each scenario, with the lines that all of them begin with.
+/// Name and lines of each scenario. Each scenario begins with the lines of the file's background.
 fn scenarios() -> Vec<(&'static str, Vec<&'static str>)> {
     let (_, feature) = include_str!("data/idempot.feature").split_once("Background:").unwrap();
     let mut parts = feature.split("Scenario:").map(|part| {

@@ -331,7 +331,7 @@ async fn a_content_digest_is_read_as_a_structured_field() {
         assert_eq!(reply.problem(), (400, "digest-mismatch".to_owned()), "{wrong}");
     }
     assert_eq!(stage.begun(), 0);
-    // Unknown algorithms may have any value, parameters do not count, and an empty field holds no digest.
+    // Unknown algorithms may have any value, parameters of a digest are ignored, and an empty field holds no digest.
     for (number, right) in [format!("md5=1, {digest}"), format!("{digest};v=1"), String::new()].iter().enumerate() {
         assert_eq!(send(address, with(&format!("right-{number}"), right)).await.status, 200, "{right}");
     }

@@ -63,7 +63,7 @@ async fn under_stripe_rules_a_request_that_failed_validation_frees_its_key_for_a
         assert_eq!(send(address, post_to(&path, &key, "wrong")).await.status, status);
         let corrected = send(address, post_to(&path, &key, "corrected")).await;
         assert_eq!((corrected.status.as_u16(), corrected.text()), (200, "corrected"), "after {status}");
-        // The key now belongs to the corrected request.
+        // The key is bound to the corrected request now.
         assert!(send(address, post_to(&path, &key, "corrected")).await.is_replay());
         assert_eq!(send(address, post_to(&path, &key, "wrong")).await.status, 400);
     }
@@ -205,7 +205,7 @@ async fn each_response_repeats_the_key_header_if_the_profile_asks_for_it() {
         ] {
             assert_eq!(echoes(field, body).await, (status, is_replay, field.to_owned()), "{}", profile.name);
         }
-        // A request without a key header, or with two of them, gets none back.
+        // The response to a request without a key header, or with two key headers, has no key header.
         let none = request(Method::POST, "/200").body("".into()).unwrap();
         assert_eq!(send(address, none).await.header("idempotency-key"), None);
         let mut two = with_field("k", "1");

@@ -150,7 +150,7 @@ async fn a_client_does_not_retry_a_permanent_failure() {
         &[(410, Some("1"))],
         &[(422, Some("1"))],
         &[(501, None)],
-        // The pause is longer than the client waits.
+        // The pause is longer than the client is willing to wait.
         &[(503, Some("3600"))],
     ] {
         assert_eq!(play(answer.to_vec().leak()).await, (answer[0].0, 1, vec![]), "{answer:?}");

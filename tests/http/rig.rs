@@ -25,7 +25,7 @@ use tokio::sync::Semaphore;
 /// Policy of the tests.
 pub(crate) const POLICY: Policy = Policy::new(Duration::from_secs(48 * 3600)).lease(Duration::from_secs(60));
 
-/// Longer than any answer takes.
+/// Time after which a missing answer fails a test. The time is longer than any answer takes.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Layer with one caller, on its own store.
@@ -33,7 +33,8 @@ pub(crate) fn layer() -> IdempotencyLayer {
     IdempotencyLayer::new(&MemoryStore::new(), POLICY, Caller::single())
 }
 
-/// Part of a handler that waits until the test lets it go on.
+/// Gate in a handler, at which the handler waits until the test lets it go on. Counts the handlers before and behind
+/// it.
 #[derive(Clone, Debug)]
 pub(crate) struct Stage(Arc<Inner>);
 
@@ -61,7 +62,8 @@ impl Stage {
         Self(Arc::new(Inner { begun, ended, entered: Semaphore::new(0), go: Semaphore::new(permits) }))
     }
 
-    /// First step of the handler. Returns the number of handlers that have begun.
+    /// Makes the handler wait at this stage. Returns the number of handlers that had begun at its start, itself
+    /// included.
     pub(crate) async fn play(&self) -> usize {
         let run = self.0.begun.fetch_add(1, Ordering::SeqCst) + 1;
         self.0.entered.add_permits(1);
@@ -70,7 +72,7 @@ impl Stage {
         run
     }
 
-    /// Waits until the handler has begun once more.
+    /// Waits until one more handler has begun.
     pub(crate) async fn entered(&self) {
         self.0.entered.acquire().await.expect("open").forget();
     }

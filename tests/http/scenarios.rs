@@ -1,5 +1,6 @@
-//! Scenarios of other libraries as data: steps of requests, each with what that library expects. A difference between
-//! an expectation and the layer's answer is deliberate if the table of `docs/http.md` has its scenario.
+//! Scenarios of other libraries as data: each step is a request and the response that the other library expects. A
+//! difference between this expectation and the layer's answer is deliberate if the table of `docs/http.md` lists the
+//! scenario.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -312,7 +313,7 @@ async fn respond(held: &Stage, open: &Stage, request: Request<Body>) -> Response
     let body = json!({ "id": run, "caller": field("x-caller") }).to_string();
     let status = wanted["status"].as_u64().map_or(201, |status| u16::try_from(status).unwrap());
     let mut response = match wanted["body_bytes"].as_u64() {
-        // Without a length.
+        // This response has no `Content-Length`.
         Some(bytes) => answer(status, &[], frames((0..bytes).map(|_| Ok("x")))),
         None => answer(status, &[("content-type", "application/json")], body),
     };

@@ -20,7 +20,7 @@ use crate::rig::*;
 const KEY: &str = "8e03978e-40d5-43e8-bc93-6894a57f9324";
 const OTHER_KEY: &str = "0f0f3a1c-6d0e-4c4b-9a44-5d1d3f0c7b52";
 
-/// Response of the shop: the checkout, with the number of its change.
+/// Changes a checkout. Returns the shop's response: the checkout, with the number of the change.
 async fn change(stage: &Stage, status: u16, id: Option<String>, sent: &[u8]) -> Response<Body> {
     let run = stage.play().await;
     let id = id.unwrap_or_else(|| format!("chk_{run}"));

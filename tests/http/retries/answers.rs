@@ -138,7 +138,7 @@ async fn a_date_in_retry_after_is_a_time_of_the_wall_clock() {
     let (status, tries, pauses) = play(&clock, [busy("Wed, 21 Oct 2015 07:27:00 GMT")]).await;
     assert_eq!((status, tries), (200, 2));
     assert!((50..=100).contains(&pauses[0].as_millis()), "{pauses:?}");
-    // The date is later than the client waits.
+    // Until this date the client is not willing to wait.
     assert_eq!(play(&clock, [busy("Wed, 21 Oct 2015 09:00:00 GMT")]).await, (503, 1, vec![]));
     assert_eq!(play(&clock, [busy("Fri, 31 Dec 9999 23:59:59 GMT")]).await, (503, 1, vec![]));
     // The number of seconds exceeds every integer type.
