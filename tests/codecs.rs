@@ -369,8 +369,8 @@ fn postcard_refuses_bytes_of_a_value_of_another_type() {
             },
         }
     }
-    // The two types of each pair differ in the order of fields, a unit, names of variants or fields of variants.
-    // Without the type's shape, values of both types would have the same bytes.
+    // The two types of each pair differ in the order of fields, a unit of measure, names of variants or fields of
+    // variants. Without the type's shape, values of both types would have the same bytes.
     assert_eq!(read_as::<_, now::Order>(&then::Order { net: 1, gross: 2 }), OTHER);
     assert_eq!(read_as::<_, now::Feet>(&then::Meters(7)), OTHER);
     assert_eq!(read_as::<_, now::Stage>(&then::Stage::Open), OTHER);
@@ -380,7 +380,7 @@ fn postcard_refuses_bytes_of_a_value_of_another_type() {
     // A type with another name reads the value if it declares the old name.
     let order = Postcard::encode(&then::Order { net: 1, gross: 2 }).unwrap();
     assert!(matches!(Postcard::decode(&order).unwrap(), now::Same { net: 1, gross: 2 }));
-    // These standard types have values with the same bytes, and must be distinguished.
+    // Values of these pairs of standard types have the same bytes. Only the shape distinguishes the types.
     assert_eq!(read_as::<_, u64>(&1_u32), OTHER);
     assert_eq!(read_as::<_, i32>(&2_u32), OTHER);
     assert_eq!(read_as::<_, Vec<u8>>(&"text"), OTHER);

@@ -8,8 +8,8 @@ mod targets;
 use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
 
-/// Largest memory that one input may take beyond the peak of the inputs before it. An input has at most 512 bytes, and
-/// even compressed input must not expand to more data than this memory holds.
+/// Largest amount, in KiB, by which one input may raise the peak of this process's memory. An input has at most 512
+/// bytes, and even compressed input must not expand to more data than this memory holds.
 const MAX_KIB: u64 = 16 * 1024;
 
 fn main() {
@@ -19,7 +19,8 @@ fn main() {
         assert_eq!(files, names, "each target has a corpus and a fuzzing program");
     }
     for (name, target) in targets::TARGETS {
-        // The first run has an empty input, so that memory that is allocated once does not count.
+        // The first run has an empty input, so that memory that is allocated only once is not attributed to another
+        // input.
         target(&[]);
         let files = files(&format!("corpus/{name}"));
         assert!(!files.is_empty(), "{name} has no corpus");

@@ -50,7 +50,7 @@ macro_rules! stores {
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         async fn $store() {
             play(stringify!($store), rigs::$store(ANSWER).await, &$lines, $calls).await;
-            // The scenes of outages belong to the same test, so that fewer tests run concurrently.
+            // The scenes of outages run in the same test, so that fewer tests run concurrently.
             outage::play(stringify!($store), rigs::$store(outage::ANSWER).await).await;
         }
     )*};

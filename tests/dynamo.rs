@@ -106,7 +106,7 @@ async fn the_stored_form_is_pinned() {
         let request = request.holder(Holder::new(if told { "host/7/name" } else { "" }));
         let traceparent = TRACEPARENT.parse::<Traceparent>().ok().filter(|_| told);
         let lease = wins(&store, &request.traceparent(traceparent)).await;
-        // The renewal or the end of the attempt comes 7.001 s later, which is no whole second.
+        // The renewal or the end of the attempt comes 7.001 s later, and so not at a whole second.
         clock.set_wall(THEN + 7_001);
         lease
     };
@@ -436,8 +436,8 @@ async fn machines_within_the_skew_never_take_over_early_and_at_most_two_skews_la
             machines.at(at + i64::try_from(lapses_in.as_millis()).unwrap() - 1);
             refused("a moment too early").await;
         }
-        // By its own clock, the other machine takes over one skew after the lapse; by true time, that is at most two
-        // skews after the lapse.
+        // The other machine takes over when its own clock shows one skew after the lapse. By the true time, the
+        // takeover then comes at most two skews after the lapse.
         let free = lapses + ahead[0] - ahead[1] + SKEW + 1;
         assert!((lapses..=lapses + 2 * SKEW + 1).contains(&free), "{ahead:?}");
         machines.at(free - 1);

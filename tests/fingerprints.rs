@@ -480,7 +480,8 @@ proptest! {
 
     #[test]
     fn different_json_has_different_fingerprints(one in data(), other in data()) {
-        // Pairs have different fingerprints too, so the end of a value is part of its fingerprint.
+        // The pair of the two values has another fingerprint than the pair in the opposite order, unless the JSON is
+        // equal: a fingerprint must depend on where one value ends and the next begins.
         let (there, back) = ([&one, &other], [&other, &one]);
         if let (Ok(a), Ok(b)) = (serde_json::to_string(&one), serde_json::to_string(&other)) {
             let equal = Reader::read(&a) == Reader::read(&b);
@@ -511,8 +512,8 @@ fn bytes_of_every_type_have_the_fingerprint_of_an_array_of_numbers() {
             of(&serde_json::to_value(&bytes).unwrap()),
         ];
         assert!(same.iter().all(|other| *other == same[0]), "{len}: {same:?}");
-        // Inside an enum, too, bytes and a tuple of the same numbers have equal fingerprints. If the last element of a
-        // sequence is no byte, the fingerprint is another one.
+        // Inside an enum, too, bytes and a tuple of the same numbers have equal fingerprints. One more element that is
+        // no byte changes the fingerprint, in every way to serialize the sequence.
         let numbers: Vec<_> = bytes.iter().map(|byte| Data::U16((*byte).into())).collect();
         let variant = Data::NewtypeVariant(0, Box::new(Data::Bytes(bytes.clone())));
         assert_eq!(of(&variant), of(&Data::TupleVariant(0, numbers.clone())), "{len}");
@@ -723,7 +724,7 @@ impl Tree {
 
 proptest! {
     /// The same message has the same fingerprint in every process, and a different message has a different one. The
-    /// order of elements counts, except in hash tables.
+    /// order of elements changes the fingerprint, except in hash tables.
     #[test]
     fn hash_tables_are_unordered_and_lists_are_ordered(one in tree(), other in tree(), turn in 1..4_usize) {
         let of = |tree: &Tree, turn| { let node = tree.build(turn); (Fingerprint::of(&node).unwrap(), node.text) };
@@ -742,7 +743,8 @@ fn a_set_of_many_elements_has_one_fingerprint_in_any_order() {
     assert!((0..20).all(|_| of() == first));
 }
 
-/// Only hash sets and hash maps count as unordered, according to the type names that this compiler prints.
+/// Only hash sets and hash maps are hashed as unordered. The library recognizes them by the type names that this
+/// compiler prints.
 #[test]
 fn only_hash_tables_count_as_unordered() {
     struct Collects<F>(F);
@@ -777,7 +779,8 @@ fn only_hash_tables_count_as_unordered() {
     assert_ne!(Fingerprint::of(&forth).unwrap(), Fingerprint::of(&back).unwrap());
 }
 
-/// Two keys of a table may have the same JSON name. The choice of the entry that counts must not be random.
+/// Two keys of a table may have the same JSON name. The fingerprint must be the same for every order in which the table
+/// iterates over the two entries.
 #[test]
 fn table_keys_with_one_json_name_have_one_fingerprint() {
     #[derive(PartialEq, Eq, Hash)]

@@ -33,7 +33,7 @@ use idem_tests::stores;
 use tokio::runtime::Builder;
 
 const ALONE: &str = "IDEM_TEST_ALONE";
-/// Time after which a child counts as hanging; shorter than SQLite's limit of 30 s for an answer.
+/// Time after which a test takes a child as hanging; shorter than SQLite's limit of 30 s for an answer.
 const DEADLINE: Duration = Duration::from_secs(20);
 const LEASE: Duration = Duration::from_millis(100);
 /// Number of handlers that a parent runs concurrently. In every second handler the body sleeps and needs renewals.
@@ -364,7 +364,8 @@ impl metrics::Recorder for &'static SlowExporter {
 
 #[cfg(feature = "metrics")]
 impl SlowExporter {
-    /// Forks while a thread of the parent stands in `call`, where it makes a counter. The child runs `call` too.
+    /// Forks while the exporter stops a thread of the parent in `call`, where the thread makes a counter. The child
+    /// runs `call` too.
     fn fork(&self, what: &str, call: impl Fn() + Sync) {
         self.stands.store(false, Ordering::SeqCst);
         self.goes_on.store(false, Ordering::SeqCst);

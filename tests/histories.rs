@@ -100,7 +100,7 @@ fn step(by_hand: bool) -> impl Strategy<Value = Step> {
     } else {
         prop_oneof![Just(SHORT), Just(LONG)].boxed()
     };
-    // In real time, pauses are long.
+    // In real time, each pause is long enough for short leases and retentions to end.
     let pause =
         if by_hand { prop_oneof![1..5 * SHORT, Just(LONG), Just(2 * LONG)].boxed() } else { Just(4 * SHORT).boxed() };
     let on_crash = prop_oneof![3 => Just(OnCrash::Retry), 1 => Just(OnCrash::Fail)];

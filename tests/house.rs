@@ -155,7 +155,7 @@ fn no_static_holds_a_lock_for_which_a_forked_child_would_wait() {
             path.strip_prefix(&sources).expect("the file is in the source folder").to_str().expect("a name in ASCII");
         for (name, of) in statics(&code(&path)) {
             found += 1;
-            // A cell without a lock belongs to one thread or one process.
+            // Only one thread or one process uses the value of a cell without a lock.
             let is_own = ["PerProcess<", "Cell<", "RefCell<"].iter().any(|own| of.starts_with(own));
             let waits = WAITS.iter().any(|waits| of.replace("SharedOnce<", "").contains(waits));
             if waits && !is_own && !ALLOWED.contains(&(relative, name)) {

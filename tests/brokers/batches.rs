@@ -276,7 +276,7 @@ async fn a_deadline_ends_items_that_have_made_no_call_and_groups_that_wait() {
     assert_eq!(batch.items().iter().map(|item| item.id).collect::<String>(), "abc");
 }
 
-/// Message of a batch: its group, the end of its handler, and the duration of the handler in seconds.
+/// Message of a batch: its group, the way in which its handler ends, and the duration of the handler in seconds.
 type Message = (Option<u8>, End, u64);
 
 #[derive(Clone, Copy, PartialEq, Debug)]

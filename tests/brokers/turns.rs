@@ -85,7 +85,7 @@ struct BatchEvents {
     took: Vec<Option<Duration>>,
 }
 
-/// Guard of a running body; the drop of the guard counts the body as ended.
+/// Guard of a running body. A body is in `running` until its guard is dropped.
 struct Runs<'a>(&'a RefCell<BatchEvents>, usize);
 
 impl<'a> Runs<'a> {

@@ -540,8 +540,8 @@ impl Plain {
             _ => false,
         });
         let ended = found.record.is_finished();
-        // A pending record accepts every end, even after the lapse of its lease. An ended record accepts only a
-        // repetition.
+        // A pending record accepts every end of its attempt, even after the lapse of its lease. The record of an ended
+        // attempt accepts only the same end again.
         match found.record.state {
             State::Pending { .. } if self.is(M::NoLateFinish) && release.is_none() && found.lapses_at <= now => {
                 return Verdict::Refused;
@@ -605,7 +605,7 @@ impl Plain {
             state => state,
         };
         found.lapses_at = now;
-        // The retention counts from the end of the attempt.
+        // The retention begins at the end of the attempt.
         if !self.is(M::TtlFromReservation) {
             found.expires_at = now.saturating_add(lease.ttl);
         }

@@ -61,7 +61,7 @@ enum Way {
     WithItsRuntime(u32),
 }
 
-/// Work of a body.
+/// Work that a body does before it returns.
 #[derive(Clone, Copy, Debug)]
 struct Work {
     turns: u32,
@@ -404,7 +404,8 @@ impl Calls {
             undo: chance.percent(20).then(|| chance.up_to(Duration::from_millis(3))),
             succeeds: chance.percent(85),
         };
-        // The longest time is twice the usual duration, so that some drops come in the last steps of a call.
+        // Longest time after which a call is dropped: twice the usual duration of a call, so that some drops come in a
+        // call's last steps.
         let longest = Duration::from_micros(2 * self.usual.load(Ordering::Relaxed));
         let turns = u32::try_from(chance.below(60)).expect("small");
         let way = match chance.below(100) {

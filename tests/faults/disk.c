@@ -1,6 +1,6 @@
-/* A disk that fails on command. Preloaded into a process, it refuses what that process writes to files in the folder
- * $IDEM_DISK with the error number that is in the file $IDEM_DISK_FAULT, as long as that file is there. With ENOSPC only
- * writes that make a file longer are refused, as on a disk that is full. */
+/* Library that makes a disk fail on command. When it is preloaded into a process, writes of this process to files in the
+ * folder $IDEM_DISK fail while the file $IDEM_DISK_FAULT exists, with the error number that this file holds. With ENOSPC
+ * only writes that make a file longer fail, as on a full disk. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -20,7 +20,8 @@ __attribute__((constructor)) static void begin(void) {
     if ((it = getenv("IDEM_DISK_FAULT"))) fault = strdup(it);
 }
 
-/* Whether a write of what ends at `end` is refused; `errno` says why. An `end` of -1 is after the end of the file. */
+/* Returns 1 and sets `errno` if a write to `fd` that ends at the offset `end` must fail, and 0 otherwise. An `end` of -1
+ * means that the write makes the file longer. */
 static int refuses(int fd, off_t end) {
     int before = errno, number = 0, file;
     char text[16] = "", link[64], path[4096] = "";
@@ -36,7 +37,7 @@ static int refuses(int fd, off_t end) {
     return 1;
 }
 
-/* Where a write of `count` bytes at the current position ends. */
+/* Returns the offset at which a write of `count` bytes at the current position ends, or -1 if it appends. */
 static off_t end_of(int fd, size_t count) {
     off_t at;
     if (fcntl(fd, F_GETFL) & O_APPEND) return -1;
@@ -82,7 +83,7 @@ AT(pwrite64)
 PARTS_AT(pwritev)
 PARTS_AT(pwritev64)
 
-/* These answer with the error number. */
+/* These functions return the error number in place of -1. */
 #define ALLOCATE(name)                                                                                                 \
     int name(int fd, off_t at, off_t count) {                                                                          \
         static __typeof__(&name) real;                                                                                 \

@@ -1,7 +1,8 @@
 //! Reference that computes the correct answers of a store, written as simply as possible and without the library's
 //! code.
 //!
-//! A time is a number of milliseconds. Owners are small numbers, and each requested reservation has its own.
+//! A time is a number of milliseconds. Owners are small numbers, and each requested reservation has an owner of its
+//! own.
 
 use std::collections::HashMap;
 

@@ -1,4 +1,4 @@
-//! The suites of idempot-js: the tests of its adapters, and its feature file about the draft.
+//! The suites of idempot-js: the tests of its adapters, and its feature file about the IETF draft.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;

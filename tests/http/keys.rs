@@ -394,7 +394,7 @@ async fn each_host_can_have_its_own_keys() {
     let (address, stage) = serve_counter(layer().separate_hosts(true)).await;
     assert_eq!(send_by(Version::One, address, to_host("a.example")).await.text(), "run 1");
     assert_eq!(send_by(Version::Two, address, to_host("b.example")).await.text(), "run 2");
-    // All spellings are the same host, in both versions of HTTP.
+    // All spellings name the same host, in both versions of HTTP.
     for version in BOTH {
         for (host, run) in [("a.example", "run 1"), ("A.Example:80", "run 1"), ("b.example", "run 2")] {
             let again = send_by(version, address, to_host(host)).await;

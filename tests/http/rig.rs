@@ -33,8 +33,8 @@ pub(crate) fn layer() -> IdempotencyLayer {
     IdempotencyLayer::new(&MemoryStore::new(), POLICY, Caller::single())
 }
 
-/// Gate in a handler, at which the handler waits until the test lets it go on. Counts the handlers before and behind
-/// it.
+/// Gate in a handler, at which the handler waits until the test lets it go on. Counts the handlers that have reached
+/// it, and those that have passed it.
 #[derive(Clone, Debug)]
 pub(crate) struct Stage(Arc<Inner>);
 
@@ -279,7 +279,7 @@ where
     Body::from_stream(futures::stream::iter(frames))
 }
 
-/// Waits for an event that comes soon, but that no answer reports.
+/// Waits until `condition` holds. For events that no answer reports.
 pub(crate) async fn until(what: &str, mut condition: impl FnMut() -> bool) {
     idem_tests::server::until(what, async || condition()).await;
 }

@@ -26,7 +26,8 @@ fn under(on_crash: OnCrash) -> IdempotencyLayer {
     IdempotencyLayer::new(&MemoryStore::new(), POLICY.on_crash(on_crash), Caller::single())
 }
 
-/// Asserts that the next request runs under `retry`, and finds an interrupted operation under `fail`.
+/// Asserts that the request with the response `again` ran the handler again under `retry`, and found the operation
+/// interrupted under `fail`.
 fn assert_cut_off(on_crash: OnCrash, again: &Reply, what: &str) {
     match on_crash {
         OnCrash::Retry => assert_eq!(again.text(), "run 2", "{what}"),

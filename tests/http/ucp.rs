@@ -29,7 +29,7 @@ async fn change(stage: &Stage, status: u16, id: Option<String>, sent: &[u8]) -> 
     answer(status, &[("content-type", "application/json")], checkout)
 }
 
-/// Serves a shop whose changes the returned stage counts. Searches count as well.
+/// Serves a shop. The returned stage counts the changes and the searches.
 async fn serve_shop(layer: IdempotencyLayer) -> (SocketAddr, Stage) {
     async fn create(State(stage): State<Stage>, body: Bytes) -> Response<Body> {
         change(&stage, 201, None, &body).await

@@ -150,7 +150,7 @@ async fn a_date_in_retry_after_is_a_time_of_the_wall_clock() {
         assert!(pauses[0].as_millis() <= 100, "{text}: {pauses:?}");
         assert_eq!(play(&clock, [Turn::Whole(409, vec![("retry-after", text)], "")]).await.0, 409, "{text}");
     }
-    // If a response has two `Retry-After` fields, the longer pause counts.
+    // If a response has two `Retry-After` fields, the client waits for the longer pause.
     let two = vec![("retry-after", "1"), ("retry-after", "8")];
     let (_, _, pauses) = play(&clock, [Turn::Whole(503, two, "")]).await;
     assert!(pauses[0] >= Duration::from_secs(8), "{pauses:?}");
@@ -291,7 +291,7 @@ async fn a_response_body_beyond_the_limit_streams() {
     let response = reply(Turn::Body(201, frames([Ok("123456789"), Err("broke off")]))).await;
     assert!(response.extensions().get::<CallKey>().is_some());
     assert!(text(response).await.unwrap_err().to_string().contains("broke off"));
-    // Frames without data count nothing towards the limit.
+    // Frames without data use up nothing of the limit.
     let empty = std::iter::repeat_n(Ok(""), 10_000).chain([Ok("12345678")]);
     let response = reply(Turn::Body(201, frames(empty.collect::<Vec<_>>()))).await;
     assert!(response.body().is_whole());

@@ -88,7 +88,7 @@ async fn a_call_name_without_an_attempt_is_refused() {
         assert_eq!(*script.keys.lock().unwrap(), [], "{place:?}: nothing is sent");
         assert!(said.contains("CallName::of") && said.contains("nothing was sent"), "{place:?}: {said}");
     }
-    // The same name is refused outside of every handler.
+    // A request with the same call name is refused outside of every handler.
     let script = Script::default();
     let client = hurried(&Hurried::default()).layer(script.client());
     let error = client.oneshot(named(CallName::new("charge"))).await.unwrap_err();

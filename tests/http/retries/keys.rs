@@ -86,7 +86,8 @@ async fn a_key_of_the_application_is_sent_unchanged() {
             }
             let sent = script.keys.lock().unwrap().clone();
             assert_eq!(sent[0].as_deref(), Some(text), "the header field is unchanged");
-            // A layer with quotes adds them to a key without quotes. The server takes both for the same key.
+            // A layer that sends keys in quotes adds quotes to a key without them. The server reads the same key with
+            // and without quotes.
             assert!(
                 sent[1] == sent[2] && sent[1].as_ref().is_some_and(|it| it.trim_matches('"') == "order-42"),
                 "{sent:?}"
