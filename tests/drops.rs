@@ -35,7 +35,8 @@ use idem_tests::proxy::Line;
 use rigs::Rig;
 use scene::{Load, Scene};
 
-/// Lease of scenes without an outage. No lease lapses while a scene drops calls, or while a store answers.
+/// Lease of scenes without an outage. The lease is so long that it does not lapse while calls are dropped, or before a
+/// store has answered.
 const LEASE: Duration = Duration::from_secs(6);
 /// Time within which a store must answer.
 const ANSWER: Duration = Duration::from_secs(3);

@@ -43,7 +43,8 @@ fn options(test: &str) -> DynamoOptions {
     DynamoStore::options().namespace(format!("{test}:")).response_timeout(Duration::from_secs(60))
 }
 
-/// Store on the shared emulator in a namespace that no other test uses, and its HTTP client.
+/// Returns a store on the shared emulator, in a namespace that no other test uses, and the HTTP client that carries the
+/// store's requests.
 fn wired(test: &str) -> (DynamoStore, Wire) {
     let wire = Wire::to(&Kind::Dynoxide.shared());
     (options(test).build(client(&wire), TABLE), wire)
@@ -780,8 +781,8 @@ async fn every_refusal_by_dynamodb_has_its_error_kind_in_every_store_call() {
 
 #[tokio::test]
 async fn neither_a_refusal_nor_an_invalid_answer_makes_a_body_run_twice() {
-    // In each step, the scripted answer replaces `times` answers of DynamoDB, after `before` requests that DynamoDB
-    // answers.
+    // In each step, DynamoDB answers the first `before` requests. The scripted answer then takes the place of
+    // DynamoDB's answers to `times` requests.
     let steps = [("reserve", 0, 1), ("reserve", 0, 5), ("finish", 1, 1), ("finish", 1, 5)];
     let cases = answers().into_iter().enumerate().flat_map(|(n, (reply, _))| {
         steps.map(move |(step, before, times)| {

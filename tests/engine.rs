@@ -681,8 +681,8 @@ async fn a_lapsed_reservation_that_can_not_be_renewed_starts_no_body_and_is_rele
     }
 }
 
-/// Starts a duplicate whose first reservation got no answer, and which waits after its second one. Then the first
-/// reservation takes effect.
+/// Starts a duplicate that gets no answer to its first reservation, and waits after its second reservation. Then the
+/// first reservation takes effect.
 async fn lands_late(world: &World) -> std::pin::Pin<Box<dyn Future<Output = Result<Duration, Error>>>> {
     let running = world.hang(POLICY).await;
     world.store.next(StoreCall::Reserve, Fault::Before(StoreErrorKind::Unconfirmed));

@@ -220,7 +220,7 @@ async fn a_call_that_no_task_polls_delays_another_item_until_its_time_limit() {
     assert!(world.now() <= LIMIT + LEASE + Duration::from_secs(2), "{:?}", world.now());
 }
 
-/// Returns three numbers of items of `batch`: those that succeeded, were cut off while running, or did not begin.
+/// Returns how many items of `batch` succeeded, how many were cut off while running, and how many did not begin.
 fn counted<I, T>(batch: &Batch<I, T, Error>) -> (usize, usize, usize) {
     let count = |is: &dyn Fn(&Result<T, Error>) -> bool| batch.items().iter().filter(|item| is(&item.result)).count();
     (

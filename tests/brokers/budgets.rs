@@ -211,7 +211,7 @@ async fn a_duplicate_waits_only_near_the_delivery_limit() {
 #[tokio::test]
 async fn each_failed_delivery_is_retried_after_a_longer_pause() {
     const LONGEST: Duration = Duration::from_secs(300);
-    // Makes a call whose body fails. In mode `Enforce` the body is an attempt of its record; in mode `Off` there is no
+    // Makes a call whose body fails. In mode `Enforce` the key's record counts the attempt; in mode `Off` there is no
     // record.
     let failing = |world: &World, mode: Mode| {
         let body = async { Err::<u32, _>(Error::NoAttempt) };

@@ -724,7 +724,8 @@ impl Plain {
             let lapses_in = found.lapses_at.saturating_since(now);
             return if no_reason { DecisionAnswer::NoRecord } else { DecisionAnswer::live_lease(lapses_in) };
         }
-        // A record that has changed since the operator saw it is refused, with the name of the operator who changed it.
+        // A decision is refused if the record has changed since the operator saw it. The answer names the operator who
+        // changed the record.
         let excused = (any != M::None && self.is(any)) || (at_any_time != M::None && self.is(at_any_time));
         if !excused && !self.is_seen(found, decision) {
             let mut changed = DecisionAnswer::changed(self.inspection(found).standing());

@@ -82,7 +82,7 @@ impl Scene {
     }
 }
 
-/// Makes a new call, which must immediately run its body, or return the recorded result or the interruption of the key.
+/// Makes a new call, which must immediately run its body, or return the key's recorded result or `Interrupted`.
 async fn try_again(calls: &Arc<Calls>, store: &Arc<dyn Store>, key: usize, book: &Book) -> Result<(), Wrong> {
     let (result, outcome) = calls.fresh(store, key).await;
     let last = book.runs.last().map_or(0, |run| run.attempt);

@@ -24,7 +24,8 @@ pub const ANSWER: Duration = Duration::from_millis(300);
 const CALLS: usize = 240;
 /// Number of keys that are checked concurrently.
 const AT_ONCE: usize = 32;
-/// Time for late writes after an outage. The pauses between the tries of a late write double.
+/// Longest time for which a scene waits for late writes after an outage. The time is long, because the pauses between
+/// the tries of a late write double.
 const PATIENCE: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(50);
 
@@ -66,7 +67,7 @@ pub async fn play(store: &'static str, rig: Rig) {
     assert!(problems.is_empty(), "seed {seed}\n{figures}some of the problems:\n{problems}");
 }
 
-/// Problem of a key.
+/// Problem that the check of a key has found.
 enum Wrong {
     /// The state of the key may become right later, because a lease has not lapsed or a late write is under way.
     Yet(String),
@@ -179,7 +180,7 @@ fn judge(book: &Book, on_crash: OnCrash, found: Option<&Inspection>) -> Result<(
     Ok(())
 }
 
-/// Makes a new call, which must run its body, or return the recorded result or the interruption of the key.
+/// Makes a new call, which must run its body, or return the key's recorded result or `Interrupted`.
 async fn try_again(calls: &Arc<Calls>, store: &Arc<dyn Store>, key: usize) -> Result<(), Wrong> {
     let book = calls.books().of(key);
     let interrupted = calls.on_crash() == OnCrash::Fail && book.unreturned();

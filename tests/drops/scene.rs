@@ -29,7 +29,7 @@ const AWAITS: usize = 6;
 /// Number of keys that are finished before any call is dropped.
 const FINISHED: usize = 40;
 
-/// Load during a call.
+/// Other calls that run during the calls of a scene.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Load {
     /// No other call runs.
@@ -84,7 +84,7 @@ impl From<Error> for Failure {
     }
 }
 
-/// Run of a body.
+/// One run of a key's body.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Run {
     pub attempt: u32,

@@ -17,7 +17,7 @@ pub const HELD: usize = 6;
 /// Least number of calls, one after the other, that must fit into a lease at the machine's present speed.
 const CALLS_IN_A_LEASE: u32 = 30;
 const LONGEST_LEASE: Duration = Duration::from_secs(3);
-/// Time for which a store is full.
+/// Time for which the fault `full_for_a_moment` keeps a store full or read-only.
 const MOMENT: Duration = Duration::from_millis(500);
 
 /// Causes `fault` in `rig`, and checks that no lease is lost.

@@ -63,7 +63,7 @@ pub trait Rig {
         }
     }
 
-    /// Size of results, and bytes that the slow lines carry in a second.
+    /// Size of each result in bytes, and number of bytes that a slow line carries in a second.
     fn slow_line(&self) -> (usize, u32) {
         (1024 * 1024, 2_000_000)
     }
@@ -364,8 +364,8 @@ impl Redis {
                 let (old, new) = (watched.servers[0].port(), watched.servers[1].port());
                 watched.servers[0].kill();
                 until("the sentinels name the replica", async || watched.primary() == Some(new)).await;
-                // The promoted server confirms no write until it has a replica. The old primary gets the command here
-                // that the sentinels would send later.
+                // The promoted server confirms no write until it has a replica. The test sends the old primary the
+                // command that the sentinels would send later.
                 watched.servers[0].run();
                 ask::<Value>(old, &format!("REPLICAOF 127.0.0.1 {new}")).expect("obeys");
             }

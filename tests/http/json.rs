@@ -64,7 +64,7 @@ fn of_kind(kind: &str) -> impl Iterator<Item = (&'static str, Vec<u8>)> {
     suite().into_iter().filter(move |(name, _)| name.starts_with(kind))
 }
 
-/// The meaning of a document to `serde_json`, with all numbers as floats.
+/// Returns the value that `serde_json` has read, with all numbers as floats.
 fn meaning(value: Value) -> Value {
     match value {
         Value::Number(number) => number.as_f64().map(|float| float + 0.0).into(),

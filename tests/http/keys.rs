@@ -298,7 +298,7 @@ async fn a_large_request_body_with_a_digest_streams_through() {
     let again = send(address, digested("k", "large", &large)).await;
     assert_eq!((again.text(), again.is_replay()), ("3000000 bytes", true));
     assert_eq!(send(address, digested("k", "amount=1", &large)).await.problem().0, 422);
-    // The request is repeated without a length.
+    // The request is repeated without `Content-Length`.
     let mut chunked = digested("k2", "large", "");
     *chunked.body_mut() = frames((0..3000).map(|_| Ok("x".repeat(1000).leak() as &str)).collect::<Vec<_>>());
     assert_eq!(send(address, chunked).await.text(), "3000000 bytes");

@@ -232,7 +232,7 @@ async fn responses_without_a_body_are_replayed_without_a_body() {
     }
 }
 
-/// Fields with their values.
+/// Names and values of trailer fields.
 type Fields = [(&'static str, &'static str)];
 
 fn with_trailers(name: &'static str, value: &'static str) -> Body {

@@ -22,7 +22,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
-/// Policy of the tests.
+/// Policy of the layers in tests that need no other policy.
 pub(crate) const POLICY: Policy = Policy::new(Duration::from_secs(48 * 3600)).lease(Duration::from_secs(60));
 
 /// Time after which a missing answer fails a test. The time is longer than any answer takes.

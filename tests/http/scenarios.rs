@@ -79,14 +79,14 @@ struct Shop {
     open: Stage,
 }
 
-/// Scope of the layer, so that a path is no part of a key.
+/// Scope of the layer's keys. With a fixed scope, the path of a request is no part of a key.
 const SCOPE: &str = "suite";
 
 fn millis(value: &Value) -> Option<Duration> {
     value.as_u64().map(Duration::from_millis)
 }
 
-/// Lets calls of the store fail: all of them (`always`), or a number of first calls.
+/// Lets store calls fail: all calls of a kind (`always`), or only this number of the first ones.
 fn set_faults(store: &FaultyStore, faults: &Value) {
     for (name, call) in [("reserve", StoreCall::Reserve), ("finish", StoreCall::Finish), ("renew", StoreCall::Renew)] {
         let fault = Fault::Before(StoreErrorKind::Unavailable);

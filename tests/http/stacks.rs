@@ -294,7 +294,7 @@ fn each_status_of_grpc_records_releases_or_interrupts_its_key() {
     for (statuses, expected) in [
         (&[0, 3, 5, 6, 9, 11, 12][..], Recording::Record),
         (&[7, 8, 10, 16], Recording::Release),
-        // A time limit is CANCELLED or DEADLINE_EXCEEDED, a panic UNKNOWN or INTERNAL.
+        // A server reports a time limit as CANCELLED or DEADLINE_EXCEEDED, and a panic as UNKNOWN or INTERNAL.
         (&[1, 2, 4, 13, 14, 15, 99], Recording::Interrupt),
     ] {
         assert_eq!(statuses.iter().map(|status| meaning(*status)).collect::<Vec<_>>(), vec![expected; statuses.len()]);

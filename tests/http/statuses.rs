@@ -114,7 +114,7 @@ async fn a_request_body_that_is_too_long_is_refused_if_possible_before_the_clien
     let mut said = [0; 25];
     stream.read_exact(&mut said).await.unwrap();
     assert_eq!(&said, b"HTTP/1.1 100 Continue\r\n\r\n");
-    // A body without a length is read up to the limit.
+    // A request body without `Content-Length` is read up to the limit.
     let mut chunked = post("k2", "");
     *chunked.body_mut() = frames([Ok("123456"), Ok("78901")]);
     assert_eq!(send(address, chunked).await.problem(), (413, "body-too-large".to_owned()));

@@ -32,7 +32,7 @@ enum Class {
 struct Vector {
     name: String,
     raw: Vec<String>,
-    /// Text of a string.
+    /// Text that the suite expects if the vector is a string; `None` for any other type of item.
     text: Option<String>,
     must_fail: bool,
 }

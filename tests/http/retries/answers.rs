@@ -27,9 +27,9 @@ pub(super) enum Turn {
     Breaks(u16, &'static str),
     /// A response with this body.
     Body(u16, Body),
-    /// No response.
+    /// No response, but this error.
     Fails(&'static str),
-    /// No response, and no error: the try hangs.
+    /// No response and no error: the request hangs.
     Hangs,
 }
 
@@ -138,7 +138,7 @@ async fn a_date_in_retry_after_is_a_time_of_the_wall_clock() {
     let (status, tries, pauses) = play(&clock, [busy("Wed, 21 Oct 2015 07:27:00 GMT")]).await;
     assert_eq!((status, tries), (200, 2));
     assert!((50..=100).contains(&pauses[0].as_millis()), "{pauses:?}");
-    // Until this date the client is not willing to wait.
+    // The client is not willing to wait until this date.
     assert_eq!(play(&clock, [busy("Wed, 21 Oct 2015 09:00:00 GMT")]).await, (503, 1, vec![]));
     assert_eq!(play(&clock, [busy("Fri, 31 Dec 9999 23:59:59 GMT")]).await, (503, 1, vec![]));
     // The number of seconds exceeds every integer type.
@@ -278,7 +278,7 @@ async fn a_response_body_beyond_the_limit_streams() {
         assert_eq!((response.status().as_u16(), script.tries()), (201, 1));
         response
     };
-    // Up to the limit the body is read.
+    // A body that does not exceed the limit is read whole.
     let response = reply(Turn::Body(201, frames([Ok("1234"), Ok("5678")]))).await;
     assert!(response.body().is_whole());
     assert_eq!(http_body::Body::size_hint(response.body()).exact(), Some(8));
