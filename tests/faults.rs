@@ -60,7 +60,7 @@ use Fault::{
     table_removed, threads_blocked, threads_exhausted, workers_killed, workers_stopped_and_continued,
 };
 
-/// Each fault with its cause.
+/// Each fault with its description, the first cell of its row in docs/faults.md.
 const FAULTS: &[(Fault, &str)] = &[
     (workers_killed, "a worker is killed (`SIGKILL`)"),
     (workers_stopped_and_continued, "a worker is stopped beyond its lease and continued (`SIGSTOP`, `SIGCONT`)"),
@@ -406,7 +406,7 @@ stores! {
 const BEGIN: &str = "<!-- the table of faults -->\n";
 const END: &str = "<!-- the end of the table of faults -->\n";
 
-/// Text of docs/faults.md: the table and the meanings of its words.
+/// Returns the generated part of docs/faults.md: the table of faults, and the meanings of the words in its cells.
 fn written() -> String {
     use std::fmt::Write as _;
     let mut text = String::from("\n| fault |");

@@ -1,4 +1,4 @@
-//! Checks that the documents are true of the sources, and that both follow this project's rules.
+//! Checks that the documents agree with the sources, and that both follow this project's rules.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fs;
@@ -12,7 +12,8 @@ fn read(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// All files in and below a folder whose names have this extension.
+/// Returns all files in `folder` and its subfolders that have the extension `ending`. Folders named `target` are left
+/// out.
 fn files(folder: &Path, ending: &str) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display())) {

@@ -26,7 +26,7 @@ const TASKS_IN_AN_OUTAGE: usize = 24;
 /// Largest number of an await at which [`Way::AtAwait`] and [`Way::Elsewhere`] drop a call. A call whose answers are
 /// not delayed has fewer awaits.
 const AWAITS: usize = 6;
-/// Number of keys that are finished before any call is dropped.
+/// Number of keys whose results a scene records before it drops any call.
 const FINISHED: usize = 40;
 
 /// Other calls that run during the calls of a scene.
@@ -217,7 +217,7 @@ pub struct Calls {
     told: Mutex<Vec<String>>,
 }
 
-/// Calls of one scene, and the problems that the checks have found.
+/// Calls of one scene (one load, one kind of line, one policy), and the problems that the checks have found.
 pub struct Scene {
     store: &'static str,
     /// Behaviour of the lines, in words.

@@ -9,7 +9,7 @@ use idem_tests::log::Log;
 
 use super::super::*;
 
-/// Ending of a call.
+/// Way in which a call of the delivery ends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Ending {
     Completed,
@@ -48,7 +48,7 @@ enum Nesting {
     Batched,
 }
 
-/// Result of the delivery.
+/// Result of the delivery's future, and the time at which it comes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Returned {
     Ok,

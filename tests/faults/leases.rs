@@ -20,7 +20,7 @@ const LONGEST_LEASE: Duration = Duration::from_secs(3);
 /// Time for which the fault `full_for_a_moment` keeps a store full or read-only.
 const MOMENT: Duration = Duration::from_millis(500);
 
-/// Causes `fault` in `rig`, and checks that no lease is lost.
+/// Causes `fault` in `rig`, and checks that only leases of affected keys are lost.
 pub async fn play(rig: impl Rig, fault: Fault) {
     let mut scene = Scene::new(rig).await;
     match fault {

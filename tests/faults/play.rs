@@ -19,7 +19,7 @@ const STEP: i64 = 3600;
 const DELAY: Duration = Duration::from_millis(100);
 /// Number of keys that a worker begins concurrently after the server is stopped.
 const GATED: usize = 24;
-/// Number of leases for which the server is stopped.
+/// Duration for which the server is stopped, as a multiple of the lease.
 const STOPPED: u32 = 3;
 
 /// Causes `fault` in `rig` while racers work, and checks for the visible effect `seen`.
@@ -71,7 +71,7 @@ struct Scene<R> {
 struct Seens<'a>(&'a [race::Line]);
 
 impl Seens<'_> {
-    /// Answers to calls that began after `since`.
+    /// Returns the lines about the course and the end of calls that began after `since`.
     fn told_since(&self, since: u64) -> impl Iterator<Item = &race::Line> {
         let asked: HashMap<_, _> = self
             .0

@@ -24,7 +24,7 @@ use crate::tools::{Disk, FULL, READ_ONLY};
 
 /// Store, its servers, and their possible faults.
 pub trait Rig {
-    /// Text that names the store for racers.
+    /// Text by which a racer opens the store, for `idem_tests::stores::open`: kind, address and namespace.
     fn spec(&self) -> String;
 
     /// Environment variables of the racers.
@@ -101,7 +101,8 @@ pub trait Rig {
         true
     }
 
-    /// Faults that make the store full or read-only.
+    /// Faults that the test `full_for_a_moment` causes one after the other. Each of them makes the store full or
+    /// read-only.
     fn moments(&self) -> &'static [Fault];
 
     /// Causes the fault.
@@ -265,7 +266,7 @@ enum Servers {
     Watched(Watched),
 }
 
-/// Index of the one primary that a fault stops.
+/// Index of the cluster's primary that the fault `node_stopped` stops.
 const STOPPED: usize = 1;
 
 /// Settings of a server for this fault.
@@ -458,7 +459,7 @@ pub struct Postgres {
     disk: Disk,
     /// Role as which the workers log in.
     login: &'static str,
-    /// Connection that takes all of a limited resource.
+    /// Connection that holds the server's locks, or the record of key 0, until the fault ends.
     hoarder: Option<tokio_postgres::Client>,
     /// Open transaction of a call: process id of its session in the server, and its task.
     inserted: Option<(i32, AbortHandle)>,

@@ -209,7 +209,7 @@ impl Reference {
             return Verdict::Refused;
         }
         let free = Phase::Released;
-        // Next phase and number of attempts, if the decision applies to the record that the operator saw.
+        // Next phase and next number of counted attempts, if the decision applies to the record that the operator saw.
         let next = match (action, &entry.phase) {
             (Action::Reopen | Action::BreakLease, Phase::Finished(_)) => return Verdict::Refused,
             (Action::Reopen, _) | (Action::Discard, Phase::Finished(_)) => Some((free, 0)),

@@ -106,11 +106,11 @@ async fn hang_up(version: Version, address: SocketAddr, reached: impl Future<Out
     }
 }
 
-/// Counts the requests that have ended, in any way.
+/// Number of requests that have ended, with a response or by a drop.
 #[derive(Debug, Default)]
 struct Gone(Arc<AtomicUsize>);
 
-/// Guard that one request holds.
+/// Guard that one request holds. The drop of the guard counts the request as ended.
 struct Held(Arc<AtomicUsize>);
 
 impl Gone {

@@ -92,11 +92,13 @@ async fn an_operation_with_an_earlier_attempt_is_never_forgotten() {
     // The record of a 400 is forgotten, so another payload is a new operation.
     assert_eq!(ask("a", "wrong").await, 400);
     assert_eq!(ask("a", "corrected").await, 201);
-    // The first attempt may have had an effect, so the key keeps its payload after the second attempt, too.
+    // The first attempt may have had an effect, so the key stays bound to its payload, even after the 400 of the second
+    // attempt.
     assert_eq!(ask("b", "1").await, 500);
     assert_eq!(ask("b", "1").await, 400);
     assert_eq!(ask("b", "2").await, 422);
-    // If the store fails, the layer only frees the key, which keeps its payload.
+    // If the store can't forget the record, the layer only frees the key, and the record still binds the key to its
+    // payload.
     store.always(StoreCall::Decide, Fault::Before(StoreErrorKind::Unavailable));
     assert_eq!(ask("c", "1").await, 400);
     assert_eq!(ask("c", "2").await, 422);

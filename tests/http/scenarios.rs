@@ -211,7 +211,7 @@ impl Shop {
         request_key(Some(SCOPE), method, "", caller_of(request), key).unwrap()
     }
 
-    /// Reserves the key of a request, and leaves the reservation as a process that died.
+    /// Reserves the key of a request, and leaves the record pending, as a process does that dies.
     async fn reserve(&self, request: &Value) {
         let key = Self::key_of(request, request["headers"]["Idempotency-Key"].as_str().unwrap());
         let day = Duration::from_secs(24 * 3600);

@@ -10,7 +10,8 @@ use serde_json::Value;
 
 use crate::rig::*;
 
-/// Kind of a vector. The table in `docs/http.md` has the kinds that the layer reads otherwise than the suite.
+/// Kind of a vector. The table in `docs/http.md` lists the kinds that the layer reads in another way than the suite
+/// expects.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Class {
     /// A string, whose text is the key.
