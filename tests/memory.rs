@@ -234,8 +234,8 @@ async fn a_memory_store_with_a_limit_of_zero_records_refuses_every_key() {
     assert!(world.store.is_empty());
 }
 
-/// The entry of a waiter must be removed with the waiter, however the wait ends, because the record may never be
-/// written again.
+/// The store keeps an entry for each key that a call waits for. The last wait must remove the entry, however that wait
+/// ends: the record may never be written again, so no later write would remove the entry.
 #[tokio::test]
 async fn an_ended_wait_leaves_no_entry_of_its_waiter() {
     let world = World::new(usize::MAX);
@@ -277,7 +277,7 @@ fn every_handle_of_a_memory_store_has_its_namespace() {
 
 // Tests that pause tokio's clock.
 
-/// Makes a call of a handler whose body is `sleep`.
+/// Calls a handler whose body awaits `sleep`, with a lease of [`LEASE`].
 async fn outlives_its_lease(
     store: &MemoryStore,
     name: &str,

@@ -130,7 +130,7 @@ async fn the_option_for_partitions_matters_only_when_the_table_is_created() {
         let expected = format!("idem.records_{n} FOR VALUES WITH (modulus 3, remainder {n}) {{fillfactor=30}} 2");
         assert_eq!(line, expected);
     }
-    // A handle that opens the table later needs no option for partitions, and changes nothing.
+    // A handle that opens an existing table needs no option for partitions, and does not change the table.
     for (round, handle) in [PostgresStore::options(), options(), options().partitions(16)].into_iter().enumerate() {
         for url in [&plain, &parts] {
             everything(&handle.clone().connect(url).await.unwrap(), &format!("k{round}")).await;
@@ -138,7 +138,8 @@ async fn the_option_for_partitions_matters_only_when_the_table_is_created() {
     }
     assert_eq!(text(&raw_plain, SHAPE).await, text(&raw_parts, SHAPE).await);
     assert_eq!((made.lines().count(), &text(&raw_parts, partitions).await), (3, &made));
-    // The migration's statements can be repeated, and fail on a table of the other kind.
+    // The statements of `schema_sql` succeed on a table with the same number of partitions, and fail on a table with
+    // another number or without partitions.
     let sql = |partitions| PostgresStore::options().partitions(partitions).schema_sql();
     raw_parts.batch_execute(&sql(3)).await.unwrap();
     raw_parts.batch_execute(&sql(4)).await.expect_err("of three partitions");
@@ -567,7 +568,8 @@ async fn completions_with_large_results_leave_connections_free_and_outlive_their
         _ = join_all(ends.iter_mut()) => panic!("the completions must wait"),
         () = until(&raw, &enough) => {}
     }
-    // Some completions have been sent; the others wait until a connection may be used. Half of the callers are dropped.
+    // Some completions have been sent; the others wait until they may use a connection. Some of their callers are
+    // dropped.
     drop(ends.drain(1..7));
     let runs = AtomicU32::new(0);
     let small = async {
@@ -603,7 +605,7 @@ async fn a_replay_locks_and_writes_nothing() {
         call(&store, name, &runs).await.0.unwrap();
     }
     // Duplicates make their reservations one by one and concurrently, on a store that reads first and on a store that
-    // inserts first. The earlier `count` of all rows lets the server clean its pages first.
+    // inserts first. Before the measurement, a `count` reads all rows, so that the server cleans its pages.
     let other = connect(&server.url()).await;
     number(&raw, "SELECT count(*) FROM idem.records").await;
     let written = "SELECT (pg_current_wal_insert_lsn() - '0/0')::bigint + txid_snapshot_xmax(txid_current_snapshot())";
@@ -668,7 +670,8 @@ async fn purges_expired_records(partitions: u16) {
     for n in 0..10 {
         let expired = wins(&store, &request(&store, &format!("expired{n}")).ttl(short)).await;
         assert_eq!(store.finish(&expired, &done()).await.unwrap(), Verdict::Applied);
-        // These pending records are due early, because their attempts could have finished immediately.
+        // The purge already considers these pending records, because a completion could have let them expire early. It
+        // must keep them.
         wins(&store, &request(&store, &format!("pending{n}")).ttl(short)).await;
         let kept = reserved(&store, &format!("kept{n}")).await;
         assert_eq!(store.finish(&kept, &done()).await.unwrap(), Verdict::Applied);
@@ -772,7 +775,7 @@ async fn the_background_purge_works_until_its_store_is_dropped() {
 async fn results_too_large_for_a_row_are_refused_before_the_write() {
     let (store, ..) = open().await;
     let lease = reserved(&store, "k").await;
-    // The zeroes are never read, so they take no memory.
+    // No code reads these zeroes, so the operating system assigns no memory to them.
     let bytes = vec![0; 1_000_000_001].into();
     let large = Finish::Completed(StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes });
     assert_eq!(kind(store.finish(&lease, &large).await), StoreErrorKind::TooLarge);
@@ -1089,7 +1092,7 @@ async fn lock_row(url: &str, table: &str, name: &str) -> Client {
     client
 }
 
-/// Returns the answers to renewals, with `None` for each lease without an answer, and the result of the call.
+/// Renews `leases`. Returns the answer for each lease (`None` if the store gave no answer) and the result of the call.
 async fn answers(store: &dyn Store, leases: &[Lease]) -> (Vec<Option<Verdict>>, Result<(), StoreError>) {
     let answers = Mutex::new(vec![None; leases.len()]);
     let renewed = store.renew(leases, &|at, write| answers.lock().unwrap()[at] = Some(write)).await;
@@ -1130,7 +1133,8 @@ async fn renews_all_but_the_locked(partitions: u16) {
     let leases: Vec<Lease> = leases.into_iter().chain([gone]).collect();
     let holder = lock_row(&url, "idem.records", "k2").await;
     for store in [store.handle(), store.upkeep()] {
-        // The row keeps a trace of the lock, so the second renewal takes a different code path.
+        // A lock is stored in its row, and stays there after its transaction. So the second renewal meets rows that the
+        // first renewal locked.
         for _ in 0..2 {
             let (said, renewed) = without_waiting(&url, answers(&*store, &leases)).await;
             let expected: Vec<_> = (0..7)
@@ -1340,7 +1344,7 @@ async fn a_dropped_operation_is_not_sent_in_a_second_exchange() {
     proxy.set(Line::Delay(Duration::from_millis(200)));
     let requests: Vec<ReserveRequest> = (0..10).map(|n| request(&store, &format!("gone{n}"))).collect();
     let mut calls: Vec<_> = requests.iter().map(|request| Box::pin(store.reserve(request))).collect();
-    // The store has read whether the keys exist, and the answer is under way.
+    // Polls the calls until the server has received the store's look-up of their keys. The answer is still under way.
     while counter.count() == 0 {
         for call in &mut calls {
             assert!(poll_once(call.as_mut()).await.is_pending());
@@ -1371,7 +1375,7 @@ async fn an_uncommitted_key_delays_other_keys_only_once() {
         }
     };
     together(0).await;
-    // The store now reserves this key alone, so that no batch waits with it.
+    // The store now reserves this key in a statement of its own, so that no other key waits with this key.
     let raw = raw(&url).await;
     let watch = async {
         loop {
@@ -1468,7 +1472,7 @@ fn renewals_have_connections_and_a_runtime_of_their_own() {
             () = async { until(&server.raw().await, waits).await } => {}
         }
         let leases = vec![lease.clone(); 1];
-        // The upkeep renews and finishes on another thread meanwhile.
+        // Meanwhile the handle for upkeep, on another thread, renews leases and finishes attempts.
         let upkeep = store.upkeep();
         std::thread::scope(|scope| {
             scope.spawn(move || {

@@ -8,8 +8,8 @@
 //!   and `Release::state`. Each step is atomic.
 //! - *The calls* (`protocol/steps.rs`): the steps of `engine/` and `store/context/`. A call repeats a reservation with
 //!   the same owner token, or gives it up and releases it. A body runs, returns, is dropped, dies, or is stopped by its
-//!   heartbeat. A completion is repeated while the lease can be held. The end of a dropped call is written late. A call
-//!   counts its lease from the time of its request.
+//!   heartbeat. A completion is repeated while the lease can be held. If a call is dropped, a
+//!   task writes the end of its attempt afterwards. A call counts its lease from the time of its request.
 //! - *The network*: requests and answers arrive once, late, twice or never, in any order. A call without an answer
 //!   continues, and its request may arrive long after the call has ended.
 //! - *Time*: a small clock, which may tick between any two steps, so that a lease may lapse at any time. If the store
@@ -25,9 +25,9 @@
 //!
 //! The model leaves out the bytes, statements and scripts of the stores, which the conformance suite covers; the
 //! batching of heartbeats; pauses (a retry follows immediately, or any time later); and the order in which tasks are
-//! polled. A dropped store call counts as one without an answer. A body takes one step, or never ends. Owner tokens are
-//! distinct by construction. A reservation has two or three tries. No body calls with its own key. Mode `off` and a
-//! missing key are left out, because they make no store call.
+//! polled. A dropped store call is a store call without an answer. Owner tokens are distinct by construction. A
+//! reservation has two or three tries. No body makes a nested call with its own key. Calls in mode `off` and calls
+//! without a key are left out, because they make no store call.
 //!
 //! # Failures and reruns
 //!
@@ -134,8 +134,8 @@ fn is_large() -> bool {
 }
 
 /// Returns a history that breaks the rule `property`, or leads to the event of that name. The history is short, because
-/// states are checked in the order of their depth, but not the shortest, because the checker keeps the last history
-/// that it finds before it stops.
+/// states are checked in the order of their depth. It is not always the shortest, because the checker keeps the last
+/// history that it finds before it stops.
 fn found(config: &Config, property: &'static str, at_most: Option<usize>) -> Option<Vec<Action>> {
     let only = HasDiscoveries::AnyOf(BTreeSet::from([property]));
     let checker = config.clone().checker().finish_when(only);

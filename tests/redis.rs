@@ -43,7 +43,7 @@ async fn connect(server: &RedisServer) -> RedisStore {
     RedisStore::connect(&server.url()).await.unwrap()
 }
 
-// The stored form.
+// Bytes of stored records.
 
 /// Provenance with every optional field.
 fn provenance() -> Provenance {
@@ -243,7 +243,7 @@ async fn values_that_are_not_records_are_left_unchanged() {
         for write in [store.finish(&lease, &done()).await, store.release(&lease, Release::Returned).await] {
             match write {
                 Ok(write) => assert_eq!(write, Verdict::Refused, "{name}"),
-                // A value that is no string is an error.
+                // A Redis value of another type than string is an error.
                 Err(error) => assert_eq!((name, error.kind()), ("list", StoreErrorKind::Corrupt), "{error}"),
             }
         }
@@ -433,7 +433,7 @@ async fn records_lost_by_the_server_are_noticed() {
     assert!(matches!(result, Err(Error::LeaseLost { .. })), "{result:?}");
 }
 
-/// Store behind a proxy. Its time limit is short, so that it soon gives up a lost answer.
+/// Store behind a proxy. The store waits for an answer for only 200 ms, so that a lost answer soon is an error.
 async fn behind_a_proxy(server: &RedisServer) -> (RedisStore, Proxy) {
     let proxy = Proxy::to(server.port()).await;
     let options = RedisStore::options().response_timeout(Duration::from_millis(200));

@@ -2,12 +2,12 @@
 //! time, with a store that fails in every way the contract allows. One seed decides everything.
 //!
 //! Every history is checked for linearizability, and the log of calls and bodies (the *books*) is checked against
-//! all guarantees of the README; see [`Check`]. Breaks of the store and of the engine's surroundings show that each
-//! check can fail.
+//! all guarantees of the README; see [`Check`]. Deliberate breaks of the store, and between engine and
+//! store, show that each check can fail.
 //!
-//! A failure prints its seed, the history of the key, and the broken rule. `IDEM_SIM_SEED=… cargo test -p idem-tests
-//! --test simulation` repeats it and prints its whole history; `IDEM_SIM_RUNS=100000` is a long run, and
-//! `IDEM_SIM_FIRST` its first seed.
+//! A failure prints its seed, the history of the key, and the broken rule.
+//! `IDEM_SIM_SEED=… cargo test -p idem-tests --test simulation` runs the world of this seed again and prints its whole
+//! history; `IDEM_SIM_RUNS=100000` is a long run, and `IDEM_SIM_FIRST` its first seed.
 
 #[path = "simulation/cancel.rs"]
 mod cancel;
@@ -360,8 +360,8 @@ fn every_deliberate_break_is_noticed_by_its_check() {
     assert!(unnoticed.is_empty(), "not noticed: {unnoticed:#?}");
 }
 
-/// A second, plainly written store keeps every promise if it has no deliberate break. So the breaks of that store cause
-/// the findings about it.
+/// A second, plainly written store keeps every promise if it has no deliberate break. So if a check finds a problem of
+/// that store with a break, the break is the cause.
 #[test]
 fn a_second_store_keeps_every_promise() {
     for seed in 0..100 {

@@ -46,7 +46,7 @@ fn kind<T: std::fmt::Debug>(answer: &Result<T, StoreError>) -> StoreErrorKind {
     answer.as_ref().expect_err("fails").kind()
 }
 
-// The stored form.
+// Columns of stored records.
 
 /// 2100-01-01, in milliseconds since 1970. Replaces every time in a dump, so that rows can be compared.
 const LATER: i64 = 4_102_444_800_000;
@@ -638,8 +638,8 @@ async fn no_process_uses_a_removed_or_replaced_log_or_index() {
         for name in names {
             taken_away(&folder.path().join(format!("records.db{name}")), moves);
         }
-        // In this case a call of the store comes first. It notices the change, and the store closes its connections and
-        // opens the present files.
+        // If `is_first` is true, the store makes a call before another process does. The call notices the change, and
+        // the store closes its connections and opens the present files.
         if is_first {
             let _ = store.reserve(&request(&store, "other")).await;
         }
@@ -1510,7 +1510,8 @@ async fn readable_columns_show_the_holder_of_a_key() {
     store.ping().await.unwrap();
 }
 
-/// SQLite's threads use real time: under paused time no lease could be renewed, and every answer would seem late.
+/// The threads of a SQLite store use real time. If tokio's time is paused, they could renew no lease, and each of their
+/// answers would seem late. So the store refuses the call, with an error that says what to do.
 #[tokio::test(start_paused = true)]
 async fn a_test_with_paused_time_gets_an_immediate_hint() {
     let folder = Folder::new();

@@ -172,7 +172,7 @@ async fn replays_near_the_end_of_ttl_have_a_counter() {
         world.call(POLICY).await.unwrap();
         assert_eq!(["0.01", "0.5", "0.8", "+Inf"].map(within), [hundredth, half, most, all], "after {step:?}");
     }
-    // The body of a duplicate runs again after the record was forgotten.
+    // After the retention the store forgets the record, and the next call runs the body instead of a replay.
     world.clock.advance(Duration::from_secs(3600));
     world.call(POLICY).await.unwrap();
     assert_eq!(within("+Inf"), 3);

@@ -847,7 +847,7 @@ mod explorer {
         assert_eq!(report.store_calls(), ["reserve", "finish"]);
         assert_eq!(report.effects(), ["charge"]);
         // For each await at which the first run is cancelled, the number of steps that this run reaches. The second run
-        // reaches all steps.
+        // reaches all steps, or none if the first run has recorded its result.
         for (at, steps) in [0, 0, 1, 2, 2, 3, 4, 5, 5].into_iter().enumerate() {
             reached.lock().unwrap().clear();
             explored(Explorer::new().only(format!("cancel@await:{}", at + 1))).assert_once();

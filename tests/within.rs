@@ -52,7 +52,7 @@ struct Bank {
     store: PostgresStore,
     /// True if the handler records its errors.
     records_errors: bool,
-    /// True once a body has paid that will never return.
+    /// True once a body that never returns has paid.
     hangs: Cell<bool>,
 }
 
@@ -537,7 +537,7 @@ async fn a_call_in_a_transaction_waits_for_no_locked_record() {
 async fn an_operation_whose_result_the_server_refuses_ends_without_its_result() {
     let bank = Bank::open().await;
     let client = bank.client().await;
-    // This domain makes the server refuse the result in the way in which it refuses a result that is too large.
+    // This trigger makes the server refuse the result with the error code of a result that is too large.
     client
         .batch_execute(
             "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
@@ -587,7 +587,8 @@ async fn a_record_made_in_a_transaction_names_its_holder() {
 
 const TRACE: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
-/// Checks the provenance of a record that a handle of this name made in this process, under a trace.
+/// Checks the provenance of the record of `name`. This process has made the record; if its store handle has the holder
+/// name `holder`, the call also had a trace.
 async fn tells(store: &dyn Store, name: &str, holder: Option<&str>) {
     let found = store.inspect(&key(name)).await.unwrap().unwrap();
     let told = found.holder().unwrap();
@@ -748,8 +749,8 @@ async fn without_waiting_for<T>(bank: &Bank, pid: i32, work: impl Future<Output 
     }
 }
 
-/// Rule L6 for a key whose record is inserted and not committed: other keys of the same batches are reserved, finished
-/// and replayed without waiting, and calls for the key itself get `InProgress`.
+/// Invariant L6 of ARCHITECTURE.md, for a key whose record is inserted and not committed: other keys of the same
+/// batches are reserved, finished and replayed without waiting, and calls for the key itself get `InProgress`.
 #[tokio::test]
 async fn a_transaction_that_stays_open_holds_up_its_own_key_only() {
     for bank in Bank::of_each_kind().await {
@@ -988,7 +989,7 @@ async fn a_commit_that_is_refused_is_never_acknowledged() {
         })
         .await;
         assert!(result.is_err() && is_retry(&outcome), "{result:?}, {outcome:?}");
-        // Case 2: the outcome of the call alone. Before the commit it is a retry.
+        // Case 2: the outcome of the call alone. Before the commit, its disposition is a retry.
         let mut client = bank.client().await;
         let tx = OpenTransaction::new(client.transaction().await.unwrap());
         let (paid, outcome) = bank.pay_waiting_in(&tx, "a").await;
@@ -1019,7 +1020,7 @@ async fn kill(bank: &Bank, tx: &PgTx<'_>) {
 }
 
 impl Bank {
-    /// Pays in `tx`, after the server has ended the transaction that holds the key.
+    /// Pays in `tx`. If another transaction holds the key, waits until that transaction has ended.
     async fn pay_waiting_in(&self, tx: &PgTx<'_>, name: &str) -> (Result<u32, Error>, Outcome) {
         self.pay(tx, name, POLICY.in_progress(InProgress::Wait(Duration::from_secs(60)))).await
     }
@@ -1589,7 +1590,8 @@ async fn in_sqlite_a_call_in_a_transaction_that_has_ended_is_an_error() {
     let tx = begin(&mut connection);
     let operation = SqliteStore::within(&tx).operation(Ok(key("a")), POLICY);
     let body = async {
-        // SQLite rolls a transaction back by itself, for example when the disk is full.
+        // SQLite rolls a transaction back by itself in some cases, for example when the disk is full. This statement
+        // has the same effect.
         tx.execute_batch("ROLLBACK").unwrap();
         Ok::<u32, Error>(7)
     };
@@ -2127,7 +2129,8 @@ async fn max_attempts_is_refused_where_no_attempt_would_be_counted() {
     }
 }
 
-/// A delivery that is rolled back leaves nothing in the database, and the guard of its transaction ends with it.
+/// A delivery that is rolled back leaves nothing in the database, and its [`OpenTransaction`] ends as well: neither can
+/// hold the number of failures, on which the pause depends.
 #[tokio::test]
 async fn the_pauses_of_a_delivery_that_the_user_rolls_back_grow() {
     let cases = [

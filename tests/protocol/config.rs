@@ -12,7 +12,7 @@ use super::store;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
     pub(crate) key: u8,
-    /// Payload, represented by its fingerprint.
+    /// Fingerprint of the payload, as a small number; `None` for a call without a fingerprint.
     pub(crate) mark: Option<u8>,
     pub(crate) on_crash: OnCrash,
     pub(crate) max_attempts: Option<u8>,
@@ -146,7 +146,7 @@ impl Config {
         self
     }
 
-    /// Request of the call that owns `token`.
+    /// Reservation that the owner of `token` sends with this token.
     pub(crate) fn request(&self, token: Token) -> ReserveRequest {
         let who = holder(token);
         match token == who {

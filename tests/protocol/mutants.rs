@@ -61,7 +61,7 @@ impl From<&'static str> for Noticed {
 }
 
 mutants! {
-    // Mistakes in the store's decisions.
+    // Mistakes in the store's decisions. Each description says what the store does wrongly.
     /// A live lease is taken over.
     LiveTakenOver => Rule::S1, "crashes";
     /// An operator may reopen a record whose lease is live.
@@ -159,7 +159,7 @@ mutants! {
     /// The senders of requests set the times, and a late renewal shortens the lease that a later renewal has confirmed.
     LateRenewalCutsShort => Rule::S1, "late_renewals_between_clocks";
 
-    // Mistakes in a call's steps.
+    // Mistakes in a call's steps. Each description says what the call does wrongly.
     /// A call counts its lease from the answer to its reservation, not from the request.
     LeaseCountsFromAnswer => Rule::S1Belief, "crashes";
     /// A call counts its lease from the latest of several reservations, although the store may have granted an

@@ -12,7 +12,7 @@ use super::state::{
 use super::steps::{Trouble, is_fail, may_hear};
 use super::store;
 
-/// Rules that every state must keep.
+/// Rules that every state must obey.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 #[repr(u8)]
 pub(crate) enum Rule {
@@ -308,7 +308,7 @@ pub(crate) fn audit(
         RequestKind::Begin { .. } => {
             let done = answer == Answer::Write(Done::Done);
             broken.note(Rule::S2, !was_pending && done);
-            // The store must refuse a mark that arrives after the lapse of the lease. There is no such rule if the
+            // The store must refuse a mark that arrives after the lapse of the lease. This rule does not apply if the
             // senders of requests set the times.
             let late = old.is_some_and(|old| !old.begun() && old.lapses_at <= world.now);
             broken.note(Rule::S14, done && late && config.skew.is_none());
@@ -414,7 +414,7 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
             broken.note(Rule::L1, !was_pending || until + slack <= sent);
         }
         Answer::Exhausted if config.counts_bodies() => {
-            // The latest attempt may be marked while its body is about to begin.
+            // A marked attempt counts before its body begins: the call is about to start the body, or its process died.
             let it = world.call(before.min(CALLS as CallId - 1));
             let open = it.deed.body == Body::NotStarted && (it.is_active() || it.phase == Phase::Dead);
             let begun = past.bodies + u8::from(open && was(Slot::begun));
@@ -422,11 +422,11 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
         }
         Answer::Finished { kept, .. } => broken.note(Rule::S3, past.result != Some(kept)),
         Answer::Interrupted => {
-            // A call that was dropped before its body started must interrupt nothing.
+            // A call that was dropped before its body started must not leave its key interrupted.
             let it = world.call(before.min(CALLS as CallId - 1));
             let started = it.deed.body != Body::NotStarted;
-            // A call whose body did not start may interrupt its key in two cases: its process died after the mark, or
-            // its clean-up is under way.
+            // A call whose body did not start may leave its key interrupted in two cases: its process died after the
+            // mark, or its clean-up is under way.
             let open = it.is_active() || (it.phase == Phase::Dead && was(Slot::begun));
             // Under `retry`, a body may begin without a mark. A caller under `fail` must then get `Interrupted`.
             let unmarked = before == NOBODY || !is_fail(&config.plans[usize::from(before)]);
@@ -534,8 +534,8 @@ pub(crate) fn caller_hears(config: &Config, world: &mut World, who: CallId, told
     world.broken.note(Rule::S7, enforced && told == Class::Ok && !deed.recorded);
 }
 
-/// Checks a call that gives up the last write of its attempt. Only an outage of more than a lease, or a permanent
-/// refusal, is a reason. `is_late` is true if no caller waits for the write.
+/// Checks a call that gives up the last write of its attempt. The call may give up only after an outage of more than a
+/// lease, or after a permanent refusal. `is_late` is true if no caller waits for the write.
 pub(crate) fn gives_up(config: &Config, world: &mut World, who: CallId, trouble: Trouble, is_late: bool) {
     let held = world.may_be_held(config, who) > 0;
     let since = world.call(who).fails_since.unwrap_or(world.now);

@@ -1,7 +1,7 @@
 //! State of the model: records, calls, requests under way, and facts that only the rules read.
 //!
-//! All values are small numbers, so that millions of states fit in memory. The index of a call in the plan also stands
-//! for its owner token, its payload and its result. [`Slot`] is a [`Record`](idem_runtime::record::Record) in small
+//! All values are small numbers, so that millions of states fit in memory. The index of a call in the plan is
+//! also its first owner token and its result. [`Slot`] is a [`Record`](idem_runtime::record::Record) in small
 //! numbers; `store.rs` converts in both directions.
 
 use idem_runtime::OnCrash;
@@ -11,10 +11,10 @@ use super::properties::Broken;
 
 /// Index of a call in the plan.
 pub(crate) type CallId = u8;
-/// Index that stands for no call.
+/// Value of a [`CallId`] or a [`Token`] that means: no call.
 pub(crate) const NOBODY: CallId = u8::MAX;
-/// Owner token. A call's first token is its index in the plan. The call takes a new token after its reservation was
-/// released, by itself or by an operator.
+/// Owner token. A call's first token is its index in the plan. The call takes a new token after the call or an operator
+/// has released its reservation.
 pub(crate) type Token = u8;
 
 /// Returns the owner token number `generation` of the call `who`.
@@ -112,7 +112,7 @@ pub(crate) enum ModelState {
     Failed(ModelResult),
 }
 
-/// Recorded result: the call that it belongs to, and whether the store holds its bytes.
+/// Recorded result: the call whose body returned the result, and whether the store holds the bytes of the result.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum ModelResult {
     Stored(CallId),
@@ -130,7 +130,7 @@ pub(crate) struct Request {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum RequestKind {
     /// Inserts a record, or replaces the record `over` that the sender has seen. `sent`: true time of the request if
-    /// the senders' clocks count, otherwise 0.
+    /// the senders' clocks set the times, otherwise 0.
     Reserve {
         sent: u8,
         over: Option<Met>,
@@ -260,7 +260,7 @@ pub(crate) struct Call {
     pub(crate) lost: bool,
     /// True if the store has permanently refused to renew the lease.
     pub(crate) refused: bool,
-    /// True if the record may be marked as begun.
+    /// True once the call has requested a mark: from then on the record may be marked as begun.
     pub(crate) marked: bool,
     pub(crate) deed: CallFacts,
 }
@@ -346,7 +346,7 @@ pub(crate) enum Line {
 pub(crate) struct Reserving {
     /// Record that the request replaces; `None` to insert one.
     pub(crate) over: Option<Met>,
-    /// Time of the request if the senders' clocks count; 0 otherwise.
+    /// True time of the request if the senders' clocks set the times; 0 otherwise.
     pub(crate) at: u8,
 }
 

@@ -65,7 +65,7 @@ pub(crate) enum Action {
     Dies(CallId),
     /// The call stops waiting and reserves again, because it was woken or its time is over.
     StopsWaiting(CallId),
-    /// The call's wait ends with the recorded result, so that the call need not reserve again.
+    /// The call's wait ends with a record that already decides about the call, so that the call need not reserve again.
     IsTold(CallId),
     /// Time passes.
     Tick,
@@ -396,7 +396,8 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             let Line::Answered(answer) = *line(world.call_mut(who)) else { unreachable!("nothing to hear") };
             hears(config, world, who, answer);
         }
-        // After `GetsNoAnswer` the request may still arrive; after the other two failures it has had no effect.
+        // After `GetsNoAnswer` the request may still arrive. After `IsTurnedAway` and `IsRefusedForGood` the request
+        // has no effect.
         Action::GetsNoAnswer(who) => {
             world.left.faults -= 1;
             orphan(config, world, who);
@@ -742,7 +743,8 @@ fn reopens(config: &Config, world: &mut World, operator: u8) {
     }
 }
 
-/// Closes the attempts of a key, because an operator or the end of the retention lets another attempt follow.
+/// Marks the attempts of a key as closed, for the rules: an operator, or the end of the retention, lets another attempt
+/// follow.
 fn forgive(config: &Config, world: &mut World, key: u8) {
     for (plan, call) in config.plans.iter().zip(&mut world.calls) {
         let granted = call.deed.body == Body::NotStarted && call.deed.granted;
@@ -1061,7 +1063,8 @@ fn tries_again(config: &Config, world: &World, who: CallId, tries: u8, trouble: 
     trouble.is_transient() && (tries < config.tries || waits)
 }
 
-/// Answer to the caller after a failure of the store. An unreadable record does not count as a failure.
+/// Answer to the caller after a failure of the store. Under `on_store_error = run`, the body runs only after a
+/// temporary failure, and not if the record is unreadable.
 fn unanswered(plan: &Plan, trouble: Trouble) -> Class {
     match (plan.open && trouble.is_transient()) || plan.shadow {
         true => Class::Unprotected,
@@ -1102,7 +1105,8 @@ fn ending_fails(
         Ending::CleanUp(_) | Ending::GiveBack | Ending::TryRelease => Ending::CleanUp(message(config, world, None)),
         other => other,
     };
-    // If renewals fail as well, the store is unreachable, and may accept the result later.
+    // If renewals succeed while this write fails for half a lease, the result may be the cause, and the next try leaves
+    // the result out. If renewals fail as well, the store is unreachable, and may accept the result later.
     let call = world.call_mut(who);
     let renews = std::mem::replace(&mut call.renewed, call.asked_at > since);
     let too_long = renews && trouble.is_transient() && 2 * (now - since) >= config.span();
@@ -1152,7 +1156,7 @@ fn ending_fails(
 }
 
 /// Returns whether a late write is repeated beyond the lease. Two kinds of late writes are repeated: the end of a body
-/// after which no other body may run, and the clean-up of a mark.
+/// after which no other body may run, and the clean-up of a reservation that may be marked.
 fn outlasts_lease(config: &Config, world: &World, who: CallId, ending: Ending) -> bool {
     let plan = config.plan(who);
     match ending {

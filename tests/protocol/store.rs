@@ -192,7 +192,8 @@ impl Reading {
     pub(crate) fn until(self, time: u8, mutant: Option<Mutant>) -> u8 {
         match (self.skew, mutant) {
             (None, _) | (Some(_), Some(Mutant::SkewIgnored)) => time.saturating_sub(self.now),
-            // This mistake waits one tick too few, because the writer's clock reading dropped a fraction of a tick.
+            // The mistake: the store waits one tick too few, because it forgets the fraction of a tick that the
+            // writer's clock reading has dropped.
             (Some(skew), Some(Mutant::SkewNotRoundedUp)) => time.saturating_sub(self.now.saturating_sub(skew)),
             (Some(skew), _) => time.saturating_sub(self.now.saturating_sub(skew).saturating_sub(1)),
         }
@@ -249,8 +250,9 @@ pub(crate) fn reserves(
 /// Returns the answer to another call with the policy of `who`, which finds `slot` after the lease has lapsed by every
 /// clock.
 pub(crate) fn after_its_lease(config: &Config, slot: Slot, who: CallId) -> Answer {
-    /// Number of owner tokens that no call uses up, and time that no trace reaches.
+    /// Generation of owner tokens that no call of the plan reaches.
     const ANOTHER: u8 = 10;
+    /// Time that no trace reaches.
     const LATE: u8 = 200;
     let reading = Reading { now: LATE, skew: config.skew };
     reserves(config, &mut Some(slot), token(who, ANOTHER), Some(Met::of(&slot)), reading)
@@ -354,7 +356,7 @@ pub(crate) fn begins(config: &Config, slot: &mut Option<Slot>, token: Token, att
     renews(config, slot, token, attempt, reading)
 }
 
-/// Renews the lease of attempt `attempt` of `token`, if the record still belongs to it.
+/// Renews the lease of attempt `attempt` of `token`, if this attempt still owns the record.
 pub(crate) fn renews(config: &Config, slot: &mut Option<Slot>, token: Token, attempt: u8, reading: Reading) -> Done {
     let Some(met) = slot.as_mut() else { return Done::Refused };
     let held = match config.mutant {

@@ -544,7 +544,8 @@ impl<'a> Pair<'a> {
         self.compare().await
     }
 
-    /// Ends the model's wait, with the final record if that record decides.
+    /// Ends the wait of the model's call: by `IsTold` if the record already decides about the call, and otherwise by a
+    /// new reservation.
     fn stops_waiting(&mut self) {
         let told = Action::IsTold(0);
         self.does(if self.actions().contains(&told) { told } else { Action::StopsWaiting(0) });
@@ -641,7 +642,7 @@ impl<'a> Pair<'a> {
         let ran = self.ran;
         prop_assert_eq!(*self.started.lock().unwrap(), ran, "the body has started, in {:?}", phase);
         let found = self.store.inspect(&key_named(0)).await.unwrap();
-        // The records must be equal, except that an owner token is only compared with the tokens of other calls.
+        // The records must be equal, except for the owner token of the engine's call, which the engine draws at random.
         let modelled = self.world.slots[0].map(|slot| slot.record(self.config.lease));
         let shown = |record: &Record| {
             // A token that the model makes is one repeated byte.
@@ -862,7 +863,7 @@ fn class((result, outcome): &Ended) -> Option<Class> {
 }
 
 /// The engine makes the same requests as the model's call, in the same order, and gives its caller the same answer.
-/// This holds for all answers of the store, at all times, and with all other calls.
+/// The traces vary the answers of the store, the times, and the steps of other calls.
 #[test]
 fn the_models_calls_agree_with_the_engine() {
     let runtime = runtime();
@@ -926,7 +927,7 @@ fn the_models_calls_agree_with_the_engine() {
     }
 }
 
-/// The comparison fails if the model ends its call differently, which shows that it can fail.
+/// The comparison must fail if the model ends its call differently: this shows that the comparison can fail.
 #[test]
 fn a_model_with_another_ending_disagrees_with_the_engine() {
     let config = Config::of(&[Plan::default()]);

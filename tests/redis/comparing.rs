@@ -135,7 +135,7 @@ async fn every_other_completion_is_decided_by_a_script() {
     assert_eq!(finishes(&store, &lease).await, Verdict::Refused);
     assert_eq!(value_of(&server, "released").await, value);
 
-    // A result is too large to be sent twice, so it is sent to the script directly.
+    // The store sends a result of this size only once: directly to the script, without `SET … IFEQ` before it.
     let (lease, before) = (reserved(&store, "large").await, scripts().await);
     let large = Finish::Completed(stored(vec![b'1'; 1024 * 1024]));
     assert_eq!(store.finish(&lease, &large).await.unwrap(), Verdict::Applied);
@@ -154,7 +154,7 @@ async fn one_batch_of_completions_uses_comparisons_and_scripts() {
         for name in names.iter().skip(1).step_by(2) {
             flag(&server, name).await;
         }
-        // The record of this key is in another namespace.
+        // The record of this lease is in another namespace, so `store` must refuse the completion.
         let taken = RedisStore::options().namespace("other:").connect(&server.url()).await.unwrap();
         let foreign = reserved(&taken, &format!("foreign {flush}")).await;
         if flush {

@@ -132,7 +132,7 @@ fn upkeep_goes_on_while_a_runtime_is_blocked() {
                     let answers = renew_all(&*upkeep, std::slice::from_ref(&lease)).await.unwrap();
                     assert_eq!(answers, [Verdict::Applied]);
                 }
-                // The upkeep also makes a late write of another attempt, and the clean-up of a dropped reservation.
+                // The handle for upkeep also makes the late writes of dropped calls: a reservation, and its release.
                 let other = reserved(&upkeep, &format!("late {own_client}")).await;
                 assert_eq!(upkeep.release(&other, Release::NotStarted).await.unwrap(), Verdict::Applied);
             });
@@ -256,7 +256,7 @@ fn a_forked_process_does_not_use_the_connections_of_its_parent() {
             assert_eq!(status, 0, "the child failed");
         }
     }
-    // The child sent nothing over the parent's connections, and they still work.
+    // The child sent nothing over the parent's connections, and the parent can still use these connections.
     let after = proxy.sent();
     assert_eq!(after[..before.len()], before, "the child wrote to a connection of its parent");
     assert!(after.len() > before.len(), "the child has connections of its own");

@@ -1,5 +1,5 @@
-//! Values that a server can't store: the store returns an error other than that of a temporary failure, and few
-//! connections of other callers break.
+//! Values that a server can't store: the store returns an error that is not transient, and only few connections that
+//! other calls use break.
 
 use super::*;
 
@@ -93,8 +93,8 @@ async fn a_result_over_the_size_limit_of_the_server_is_not_sent() {
     }
 }
 
-/// The server refuses the value and closes the connection, and the reason may not arrive. After a few tries the store
-/// knows the size limit.
+/// The server refuses the value and closes the connection, and its error message may not arrive. After a few tries the
+/// store knows the size limit.
 #[tokio::test]
 async fn a_store_that_may_not_read_the_size_limit_of_the_server_learns_it() {
     for kind in [Kind::Redis, Kind::Valkey] {

@@ -12,7 +12,8 @@ const MIB: usize = 1024 * 1024;
 const RESULTS: usize = 24;
 /// Number of bytes that a slow line carries in a second.
 const SLOW: u32 = 6 * 1024 * 1024;
-/// Time limit of a store on a slow line: longer than one result takes, much shorter than all results take together.
+/// `response_timeout` of a store on a slow line: longer than the transfer of one result, much shorter than the transfer
+/// of all results.
 const LIMIT: Duration = Duration::from_secs(1);
 
 /// Records results of 1 MiB, and opens a store behind a proxy.
@@ -136,7 +137,7 @@ async fn the_end_of_an_attempt_is_sent_although_its_caller_is_gone() {
     let server = RedisServer::start(Kind::Redis);
     let store = connect(&server).await;
     for count in [1, 300] {
-        // The end is sent even if the server has lost the scripts meanwhile.
+        // The end of each attempt is sent even if the server has lost the store's scripts meanwhile.
         for forgetful in [false, true] {
             let names =
                 |what: &str| -> Vec<_> { (0..count).map(|n| format!("{what} {count} {forgetful} {n}")).collect() };

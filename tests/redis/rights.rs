@@ -6,7 +6,7 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufStream};
 
 use super::*;
 
-/// Rights that a connected store uses.
+/// Commands that a connected store sends. The login needs the right to execute each of them.
 const RIGHTS: [&str; 10] =
     ["set", "get", "mget", "pttl", "pexpire", "evalsha", "getrange", "setrange", "publish", "eval"];
 /// Number of concurrent requests, enough to fill several batches.
@@ -41,7 +41,8 @@ fn write(answer: Result<Verdict, StoreError>) -> AnswerWord {
     answer.map(|answer| if answer == Verdict::Applied { "done" } else { "refused" })
 }
 
-/// One operation of each kind, and their keys, which another store with all rights has prepared.
+/// Stores and leases for one operation of each kind. `others`, a store with all rights, has prepared the records;
+/// `store` is the store under test.
 struct Scene {
     others: RedisStore,
     store: RedisStore,
@@ -80,7 +81,7 @@ impl Scene {
         request(&self.store, "any").key(of.key.clone())
     }
 
-    /// Runs every operation. Returns for each its name, the expected answer and the actual answer.
+    /// Runs every operation. Returns, for each operation, its name, the expected answer and the actual answer.
     async fn play(&self) -> Vec<(&'static str, &'static str, AnswerWord)> {
         let Self { store, held, finished, lapsed, finishing, releasing, .. } = self;
         let new = request(store, &format!("{} new", self.prefix));
@@ -110,7 +111,8 @@ impl Scene {
         ]
     }
 
-    /// Checks that every confirmed write took effect, and that no other operation changed its record.
+    /// Checks that a completion and a release took effect if they returned `Ok`, and changed nothing if they returned
+    /// an error.
     async fn audit(&self, played: &[(&str, &str, AnswerWord)]) {
         for (lease, what) in [(&self.finishing, "a finish"), (&self.releasing, "a release")] {
             let done = played.iter().any(|(name, _, said)| *name == what && said.is_ok());
@@ -228,7 +230,7 @@ async fn a_reservation_that_lacks_a_right_on_the_server_sends_few_commands() {
         allow(&server, &[&format!("-{right}")]).await;
         let before = commands(&server).await;
         let request = request(&store, "any").key(held.key.clone());
-        // Only the number of commands counts here.
+        // This test checks the number of commands, whatever the answer is.
         let _ = store.reserve(&request).await;
         let sent = commands(&server).await - before;
         assert!(sent < 20, "without {right} a reservation took {sent} commands");
@@ -236,8 +238,8 @@ async fn a_reservation_that_lacks_a_right_on_the_server_sends_few_commands() {
     }
 }
 
-/// Starts a server whose records change between any two commands. Returns its address, and the count of commands about
-/// records.
+/// Starts a server whose records change between any two commands. Returns its address, and the counter of the commands
+/// that read or write a record.
 async fn fickle(record: Vec<u8>) -> (String, Arc<AtomicU32>) {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("redis://{}", listener.local_addr().unwrap());
@@ -248,7 +250,7 @@ async fn fickle(record: Vec<u8>) -> (String, Arc<AtomicU32>) {
             let (mut stream, count, mut record) = (BufStream::new(stream), Arc::clone(&count), record.clone());
             tokio::spawn(async move {
                 while let Some(words) = command(&mut stream).await {
-                    // Byte 27 of a record belongs to the number of the attempt.
+                    // Byte 27 of a record is a part of its attempt number, which changes before each answer.
                     record[27] = record[27] % 200 + 1;
                     let bulk = |bytes: &[u8]| [format!("${}\r\n", bytes.len()).as_bytes(), bytes, b"\r\n"].concat();
                     let answer = match words[0].as_slice() {
@@ -303,7 +305,7 @@ async fn a_reservation_of_an_ever_changing_record_fails_after_a_few_tries() {
     assert!((3..=41).contains(&asked), "{asked} commands");
 }
 
-/// The login loses the right while the body runs. The result is recorded as soon as the right is granted again.
+/// The login loses a right while the body runs. The result is recorded as soon as the login has this right again.
 #[tokio::test]
 async fn no_result_is_lost_to_a_missing_right() {
     let server = RedisServer::start(Kind::Redis);
@@ -455,7 +457,7 @@ async fn a_handler_whose_record_lost_its_expiry_ends_and_no_other_begins() {
             assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{source}");
         }
     };
-    // The lease can't be renewed, so the body ends at the lapse.
+    // The lease can't be renewed, so the body is cancelled when the lease lapses.
     let (ended, ()) = futures::join!(operation.run(body), duplicates);
     let Err(Error::LeaseLost { source: Some(source), .. }) = ended else { panic!("{ended:?}") };
     assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{source}");

@@ -85,7 +85,7 @@ impl Drop for Guard<'_> {
     fn drop(&mut self) {
         let key = Key::new("shapes::arguments::guards", self.key).expect("a valid key");
         let found = self.app.store.inspect(&key).now_or_never().expect("memory answers immediately");
-        // A key without a record counts as held: the call has not reserved it yet.
+        // If the key has no record, the call has not reserved it yet, and the guard notes the key as held.
         let held = found.expect("an answer").is_none_or(|found| found.record.is_pending());
         self.held.lock().unwrap().push(held);
     }
@@ -150,7 +150,7 @@ async fn arguments_are_dropped_before_the_key_is_freed() {
 
     let [a, b, c, d] = Guard::many("boxed", &held, &app);
     assert_eq!(Shop.guards(a, b, (c, d)).await.unwrap(), 1);
-    // `#[async_trait]` drops unnamed arguments before the call begins, so their number is unknown here.
+    // `#[async_trait]` drops unnamed arguments before the call begins, so the test expects no fixed number of drops.
     let held = std::mem::take(&mut *held.lock().unwrap());
     assert!(held.iter().all(|held| *held), "{held:?}");
 }

@@ -5,7 +5,8 @@
 use crate::{App, spawned, twice};
 
 mod shadowed {
-    //! Items with the names of the prelude and of the crates below it, which generated code must not use by accident.
+    //! Items with names from the prelude, the standard library and the runtime. Generated code must use the original
+    //! items, not these.
 
     pub struct Result;
     pub struct Option;
@@ -73,7 +74,8 @@ async fn locals(
     Ok(app.run() + result + scope)
 }
 
-// Constants are patterns: a constant named like a generated local would turn its binding into a comparison.
+// A constant with the name of a local in the generated code could turn `let NAME = …` from a binding into a comparison
+// with the constant.
 mod constants {
     use idem_runtime::{Error, idempotent};
 

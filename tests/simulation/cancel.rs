@@ -1,6 +1,6 @@
-//! Drops a call at each of its awaits: a first run counts the polls, and then each poll is the last one of a run. A
-//! call that its caller drops leaves its key free, interrupted or recorded immediately. After the death of a process,
-//! the key of its call reaches one of these states within a lease.
+//! Drops a call at each of its awaits: a first run counts the polls, and then one run for each poll ends the call at
+//! that poll. A call that its caller drops leaves its key free, interrupted or recorded immediately. After the death of
+//! a process, the key of its call reaches one of these states within a lease.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -348,7 +348,7 @@ impl Stage {
         let fail = format!("{:?}", self.policy).contains("on_crash: Fail");
         let interrupted = again == Err(Failure::Idempotency(CallerAnswer::Interrupted));
         let exhausted = again == Err(Failure::Idempotency(CallerAnswer::Exhausted));
-        // No attempt may follow a crash of this attempt's body.
+        // True if no other attempt may follow after a crash of this attempt's body.
         let final_crash = fail || self.scenario.is_last();
         let refused = if fail { interrupted } else { exhausted };
         let state = record.as_ref().map(|record| &record.state);

@@ -58,7 +58,7 @@ pub(crate) struct Op {
     pub(crate) process: usize,
     pub(crate) key: usize,
     pub(crate) asked: OperationArgs,
-    /// Event of the invocation; `responded` is the event of the answer's arrival.
+    /// Number of the invocation in the order of all events; `responded` is the number of the answer's arrival.
     pub(crate) invoked: u64,
     pub(crate) responded: Option<u64>,
     pub(crate) invoked_at: u64,
@@ -67,7 +67,7 @@ pub(crate) struct Op {
     pub(crate) landed: Option<(u64, u64)>,
     /// True if the store applied an operator's decision or a mark, whether or not the answer arrived.
     pub(crate) applied: bool,
-    /// Number of the attempt that a reservation was granted, whether or not the answer arrived.
+    /// Number of the attempt that the store granted to a reservation, whether or not the answer arrived.
     pub(crate) granted: Option<u32>,
     pub(crate) end: End,
 }
@@ -299,7 +299,7 @@ impl History {
         }
     }
 
-    /// Converts an operator's revision of a record to the reference's form.
+    /// Converts the revision of a record that an operator has seen to the type of the reference.
     pub(crate) fn sight(&self, seen: &Revision) -> Sight {
         let text = seen.to_string();
         let (_, tag) = text.rsplit_once('-').expect("a mark");
@@ -307,8 +307,8 @@ impl History {
         Sight { owner, decisions, attempt: seen.attempt(), standing: seen.standing() }
     }
 
-    /// Returns the owner from whose token operators' decisions lead to a matching token, and the number of
-    /// these decisions.
+    /// Returns an owner and a number of operators' decisions: this number of decisions turns the owner's token into a
+    /// token for which `is_meant` is true.
     fn descent(&self, is_meant: impl Fn(&OwnerToken) -> bool) -> (usize, u32) {
         let owners = self.owners.iter().enumerate();
         let mut all =
@@ -336,7 +336,7 @@ impl History {
         })
     }
 
-    /// Process that was granted attempt `attempt` of `key`, and its `on_crash`.
+    /// Process to which the store granted attempt `attempt` of `key`, and the `on_crash` of its reservation.
     pub(crate) fn holder(&self, key: usize, attempt: u32) -> Option<(usize, OnCrash)> {
         self.ops.iter().rev().filter(|op| op.key == key && op.granted == Some(attempt)).find_map(|op| match &op.asked {
             OperationArgs::Reserve(ask) => Some((op.process, ask.on_crash)),

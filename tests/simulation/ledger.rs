@@ -549,9 +549,9 @@ impl Ledger {
     }
 
     /// Reports whether `call` may have got an answer that counts the body of attempt `attempt` as begun although it did
-    /// not begin. There are two reasons. The record was marked, and its process had died by then, or was cut off before
-    /// it learnt of the mark; or an operator broke the lease. No request removes the mark after a takeover, so the time
-    /// of the takeover decides.
+    /// not begin. There are three possible reasons: the record was marked, and its process had died by then; the record
+    /// was marked, and its process was cut off before it learnt of the mark; or an operator broke the lease. After a
+    /// takeover no request removes the mark, so the time of the takeover decides.
     fn is_in_doubt(&self, net: &Net, met: &[Met], key: usize, attempt: u32, call: &Call) -> bool {
         let history = net.history();
         let heard = (call.end.as_ref().map_or(u64::MAX, |(event, _)| *event), call.ended_at);
@@ -561,7 +561,8 @@ impl Ledger {
         let died = history.is_marked(key, attempt, when)
             && history.holder(key, attempt).is_some_and(|(process, _)| is_dead(process));
         let doubts = history.doubts_its_mark(key, attempt, when);
-        // There is a pause between two requests of a process, and a request may be under way for some leases.
+        // Longest time until the answer to the next request of the process: the pause before this request, and the
+        // leases for which the request may be under way.
         let reach = nanos(LONGEST_PAUSE) + 4 * nanos(net.longest_lease());
         let is_cut_off = doubts.is_some_and(|(process, [marked_at, asked_at])| {
             at <= asked_at + reach && self.disturbed(net, met, process, marked_at, at)

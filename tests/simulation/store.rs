@@ -33,7 +33,7 @@ pub(crate) struct FaultRates {
     pub(crate) late: bool,
     /// Longest delay, in each direction, of a call without a fault.
     pub(crate) calm: Duration,
-    /// Longest lease of the world. A hanging call hangs for about as long.
+    /// Longest lease of the world. A hanging call hangs for about this time.
     pub(crate) lease: Duration,
 }
 
@@ -253,7 +253,7 @@ impl Net {
         }
     }
 
-    /// Lets other tasks run, either once or for up to `longest`.
+    /// Lets other tasks run: yields up to three times, and in half of the cases sleeps for up to `longest`.
     pub(crate) async fn delay(&self, longest: Duration) {
         for _ in 0..self.dice.between(0, 3) {
             yield_now().await;

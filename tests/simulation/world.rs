@@ -93,17 +93,18 @@ impl Report {
     }
 }
 
-/// Changes the seed for the dice of operators, so that operators' choices change no other choices of a world. The
-/// worlds of seeds that once found a problem stay the same.
+/// Number that is combined with the seed for the dice of operators. With dice of their own, operators' choices change
+/// no other choices of a world, so the worlds of seeds that once found a problem stay the same.
 const DECIDERS: u64 = 0x6f70_6572;
 
-/// Changes the seed for the dice of outages and of lost rights.
+/// Like [`DECIDERS`], for the dice of outages.
 const OUTAGES: u64 = 0x6865_6c64;
+/// Like [`DECIDERS`], for the dice of lost rights.
 const LOSSES: u64 = 0x6c6f_7373;
-/// Changes the seed for the dice that choose keys with one attempt.
+/// Like [`DECIDERS`], for the dice that choose keys with one attempt.
 const SINGLES: u64 = 0x6f6e_6365;
 
-/// Longest pause of late writes that outlast their lease, and of the exchange after that pause.
+/// Longest pause before another try of a late write that outlasts its lease, plus the time of that try.
 const LATE_WRITES: Duration = Duration::from_secs(15);
 
 /// Payload number of a message without a fingerprint.
@@ -838,8 +839,8 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         simulation,
         net,
         dice,
-        // Such operators have separate dice, so that a seed without them still produces the same world as before
-        // they were added.
+        // Operators who record results or forget records have separate dice, so that a seed without such operators
+        // still produces the same world as before they were added.
         decider: Some(Dice::new(seed ^ DECIDERS)).filter(|dice| dice.chance(300)),
         outages,
         losses,

@@ -47,7 +47,7 @@ impl OddClock {
         Self { slowness: 2, ..self }
     }
 
-    /// Makes every random number the same number.
+    /// Makes the clock return the same number whenever it is asked for a random number.
     #[must_use]
     pub fn without_chance(self) -> Self {
         Self { entropy: Some(7), ..self }

@@ -274,7 +274,7 @@ pub enum Reply {
 }
 
 impl Reply {
-    /// Refusal in DynamoDB's format, with which the client answers itself.
+    /// Refusal in DynamoDB's format, which the client gets instead of an answer of the emulator.
     pub fn error(status: u16, code: &str) -> Self {
         let body = format!("{{\"__type\":\"com.amazonaws.dynamodb.v20120810#{code}\",\"message\":\"as scripted\"}}");
         Self::Instead(status, body)

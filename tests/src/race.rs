@@ -622,7 +622,8 @@ pub fn beside(path: &Path, name: &str) -> PathBuf {
 ///   begin.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Rules {
-    /// True if a lease lasts for its time. A lease lasts for less if the clock that measures it is set.
+    /// True if every lease lasts for its full time. If a test sets the clock that measures leases, a lease may be
+    /// shorter.
     pub leases: bool,
     /// Start and end of the time in which the store lost records. The rules hold separately before and after that time.
     pub forgotten: Option<(u64, u64)>,

@@ -238,7 +238,7 @@ pub fn keep<I: Send + 'static, T>(it: I, read: impl FnOnce(&I) -> T) -> T {
     read
 }
 
-/// Time after which a condition counts as failed. Only a hang takes minutes.
+/// Longest time for which a test waits for a condition. Only a hang takes this long.
 const PATIENCE: Duration = Duration::from_secs(180);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 

@@ -90,7 +90,7 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Listener {
 
     fn on_record(&self, id: &Id, values: &Record<'_>, _: Context<'_, S>) {
         let mut log = self.0.lock().unwrap();
-        // Span ids are reused, so the fields belong to the latest span with this id.
+        // Span ids are reused, so the fields are added to the latest span with this id.
         if let Some((_, seen)) = log.spans.iter_mut().rev().find(|(known, _)| *known == id.into_u64()) {
             values.record(&mut seen.fields);
         }

@@ -17,7 +17,7 @@ use super::scenarios::{LEASE, POLICY, SCENARIOS, SCOPE, World};
 
 const RUNBOOK: &str = "docs/operations.md";
 
-/// Compares a file of the repository with its expected text, or writes it.
+/// Compares the file `name` of the repository with its expected text, or writes this text under `IDEM_UPDATE=1`.
 fn is_up_to_date(name: &str, expected: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(name);
     if env::var_os("IDEM_UPDATE").is_some() {
@@ -192,7 +192,7 @@ fn selectors(expr: &str) -> Vec<Selector> {
     found
 }
 
-/// Metric of the table to which a series belongs.
+/// Metric of the table that exports the series `series`.
 fn metric_of(series: &str) -> &'static Metric {
     let name = ["_bucket", "_sum", "_count"].iter().find_map(|suffix| series.strip_suffix(suffix));
     let is_it = |metric: &&&Metric| metric.name == series || Some(metric.name) == name;
@@ -284,7 +284,7 @@ fn every_expression_names_series_that_a_real_run_exports() {
         for scenario in SCENARIOS {
             (scenario.run)(&World::new()).await;
         }
-        // Causes metrics of deliveries: the broker is away.
+        // A call whose broker is away, so that the metrics of deliveries count something.
         let world = World::new();
         let call =
             observe(world.lasting(POLICY, LEASE)).on_beat(LEASE / 3, |_| std::future::ready(Err::<(), _>("away")));

@@ -19,7 +19,7 @@ use idem_tests::{Fault, FaultyStore, StoreCall, settle};
 
 pub(crate) const LEASE: Duration = Duration::from_secs(30);
 const TTL: Duration = Duration::from_secs(3600);
-/// Nine tenths of the retention, as a multiple of the 17 ms in which the memory store counts.
+/// Nine tenths of the retention, rounded to 2^24 ns (17 ms), the unit in which the memory store keeps times.
 pub(crate) const LATE: Duration = Duration::from_nanos(193_119 << 24);
 const LATE_MS: &str = "3239999";
 pub(crate) const POLICY: Policy = Policy::new(TTL).lease(LEASE);

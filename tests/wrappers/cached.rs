@@ -245,7 +245,7 @@ async fn a_repeated_finish_does_not_prolong_the_retention() {
         assert_eq!(world.reserved(&store, "k").await.attempt, 1, "{how}: forgotten with the first write");
     }
 
-    // The `finish` is repeated after its answer. The cache entry keeps its content and its end.
+    // The `finish` is repeated after its answer. The cache entry keeps its content and its expiry.
     let world = World::new();
     let store = ageless(&world);
     let lease = world.reserved(&store, "k").await;
@@ -352,7 +352,7 @@ async fn a_decision_during_a_read_leaves_no_stale_entry() {
                 }
                 Rerun => {
                     reopen_elsewhere().await;
-                    // The request belongs to the new attempt, so the handle gets the lease again.
+                    // The reservation gets the second attempt: the key was reopened elsewhere.
                     assert_eq!(world.reserved(&peer, "k").await.attempt, 2);
                 }
                 RunsElsewhere => {

@@ -27,7 +27,7 @@ async fn read(world: &World, name: &str, bytes: &[u8]) -> StoredResult {
     met
 }
 
-/// Envelope in the form of version 1.
+/// Envelope in version 1 of the format.
 fn sealed(form: u8, codec: &str, size: u64, rest: &[u8]) -> Vec<u8> {
     let len = u8::try_from(codec.len()).unwrap();
     [&[1, form, len][..], codec.as_bytes(), &size.to_be_bytes(), rest].concat()
@@ -58,7 +58,7 @@ async fn the_envelope_of_a_wrapped_result_is_pinned() {
     let [pinned_as_it_was, pinned_compressed] = GOLDEN.lines().collect::<Vec<_>>()[..] else { panic!("two lines") };
     let [as_it_was, frame] = written.lines().collect::<Vec<_>>()[..] else { panic!("two lines") };
     assert_eq!(as_it_was, pinned_as_it_was, "a released envelope never changes: give a new envelope a new version");
-    // The frame depends on the version of zstd; the library writes the header.
+    // The frame depends on the version of zstd, so the test compares only the header, which the library writes.
     let header = "compressed ".len() + 2 * (3 + 4 + 8);
     assert_eq!(frame[..header], pinned_compressed[..header], "a released envelope never changes");
 

@@ -1,10 +1,10 @@
 //! Server of the soak: `checkout PORT LEDGER REDIS POSTGRES`, with the port of the ledger and the stores in the form of
 //! `idem_tests::stores`.
 //!
-//! `POST /redis/fail`, `/redis/retry`, `/postgres/fail` and `/postgres/retry` are behind the layer, with the records in
-//! that store and the policy `on_crash`. The effect of each is an entry in the ledger, which this process can't read:
-//! the ledger answers only with the number of the entry. The body of a request begins with the duration of the payment
-//! in milliseconds.
+//! `POST /redis/fail`, `/redis/retry`, `/postgres/fail` and `/postgres/retry` are behind the idempotency layer. The
+//! path names the store of the records, and the value of `on_crash`. The effect of a request is an entry in the ledger.
+//! This process can't read the ledger, which answers only with the number of the entry. The body of a request begins
+//! with the duration of the payment in milliseconds.
 #![allow(clippy::disallowed_methods)] // A payment takes its time.
 
 use std::io;

@@ -59,7 +59,8 @@ fn main() {
             assert_eq!(refused.kind(), StoreErrorKind::Unconfirmed, "{refused}");
         } else {
             record(&store, "before").await;
-            // The store opens a fourth connection when a call is alone. The child must close this connection too.
+            // The store opens a fourth connection for a replay without concurrent calls. The child must close this
+            // connection too.
             while open_files(path) < 4 {
                 replay(&store, "before").await;
             }

@@ -17,7 +17,7 @@ use tokio::runtime::{Builder, Runtime};
 
 const WORK: Duration = Duration::from_millis(10);
 const PAUSE: Duration = Duration::from_millis(20);
-/// Number of other tasks that a stopped runtime polls before its timers when it continues.
+/// Number of other tasks that a runtime polls before its timers, when its stopped process continues.
 const OTHER_THINGS: u32 = 200;
 
 struct Racer {
@@ -127,7 +127,7 @@ impl Racer {
         }
     }
 
-    /// Serves a key of this racer's own.
+    /// Serves the racer's own key, the first of its keys, with a long body.
     async fn begin(&self) {
         self.serve(self.orders.begin, Work::Long).await;
     }

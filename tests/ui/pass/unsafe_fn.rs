@@ -1,4 +1,4 @@
-//! `unsafe` stays as it was, in the signature and in the body.
+//! The attribute keeps `unsafe`, in the signature and in the body.
 #![deny(warnings, unsafe_op_in_unsafe_fn)]
 
 use idem_runtime::{Error, MemoryStore, idempotent};
