@@ -328,7 +328,7 @@ async fn the_stored_form_is_pinned() {
             .traceparent(TRACEPARENT.parse::<Traceparent>().ok().filter(|_| fingerprint.is_some()))
     };
     let stored = StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: br#"{"a":1}"#.to_vec().into() };
-    // Records with every end. One of them was interrupted and has an operator's note.
+    // Records of attempts with every kind of end. One record was interrupted and has an operator's note.
     let finishes = [
         ("completed", Some(0x5a), Finish::Completed(stored.clone())),
         ("failed", None, Finish::Failed(stored)),
@@ -350,7 +350,7 @@ async fn the_stored_form_is_pinned() {
             assert_eq!(store.decide(&noted).await.unwrap(), DecisionAnswer::Applied);
         }
     }
-    // Pending records, one of which belongs to a second attempt.
+    // Pending records. The record with the name `second-attempt` was released once and reserved again.
     wins(&store, &fixed("pending", None, OnCrash::Retry)).await;
     wins(&store, &fixed("pending-fail-fingerprint", Some(0x5a), OnCrash::Fail)).await;
     let lease = wins(&store, &fixed("second-attempt", None, OnCrash::Retry)).await;
@@ -910,7 +910,7 @@ async fn an_operation_that_the_server_refuses_fails_no_other_operation() {
     assert_eq!(runs.into_inner(), 63);
 }
 
-/// Server that speaks TLS, with a certificate that only this test trusts.
+/// The server speaks TLS. Its certificate is trusted only by a process whose environment names the certificate.
 #[test]
 fn a_store_refuses_a_server_with_an_untrusted_certificate() {
     let mut server = PostgresServer::start();
@@ -1133,8 +1133,8 @@ async fn renews_all_but_the_locked(partitions: u16) {
     let leases: Vec<Lease> = leases.into_iter().chain([gone]).collect();
     let holder = lock_row(&url, "idem.records", "k2").await;
     for store in [store.handle(), store.upkeep()] {
-        // A lock is stored in its row, and stays there after its transaction. So the second renewal meets rows that the
-        // first renewal locked.
+        // A row keeps the transaction id of its last lock (`xmax`), and the statement of a renewal treats such rows
+        // differently. So the renewal runs twice.
         for _ in 0..2 {
             let (said, renewed) = without_waiting(&url, answers(&*store, &leases)).await;
             let expected: Vec<_> = (0..7)
@@ -1168,7 +1168,8 @@ async fn rows_with_the_same_ctid_in_two_partitions_are_distinguished() {
         leases.iter().find(|lease| lease.key.as_str() == key).unwrap().clone()
     });
     let name = |lease: &Lease| lease.key.as_str().trim_start_matches("1/test/").to_owned();
-    // A renewal locks a row that was locked before, and then identifies the row by its `ctid`.
+    // The lock of an ended transaction leaves its id in the row of `free` (`xmax`). A renewal must first lock such a
+    // row, and must not take the locked row with the same `ctid` for it.
     lock_row(&url, "idem.records", &name(&free)).await.batch_execute("COMMIT").await.unwrap();
     let holder = lock_row(&url, "idem.records", &name(&locked)).await;
     let (said, renewed) = without_waiting(&url, answers(&store, &[locked, free])).await;

@@ -134,8 +134,8 @@ fn is_large() -> bool {
 }
 
 /// Returns a history that breaks the rule `property`, or leads to the event of that name. The history is short, because
-/// states are checked in the order of their depth. It is not always the shortest, because the checker keeps the last
-/// history that it finds before it stops.
+/// states are checked in the order of their depth. Yet a shorter history may exist, because the checker keeps
+/// the last history that it finds before it stops.
 fn found(config: &Config, property: &'static str, at_most: Option<usize>) -> Option<Vec<Action>> {
     let only = HasDiscoveries::AnyOf(BTreeSet::from([property]));
     let checker = config.clone().checker().finish_when(only);

@@ -96,8 +96,8 @@ fn the_stored_form_is_pinned() {
         let bytes: Vec<u8> =
             (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect();
         assert_eq!(&format::decode(&bytes.clone().into()).unwrap(), record, "{name}");
-        // A value with one byte less or more is an error, unless the byte is part of a result, which ends with the
-        // value.
+        // A value with one byte less or more is an error. A record with a result is the exception: the result is the
+        // last part of the value, and may have any length.
         if !matches!(
             record.state,
             State::Completed(StoredResult::Encoded { .. }) | State::Failed(StoredResult::Encoded { .. })
@@ -178,7 +178,7 @@ async fn a_store_connects_by_resp2_resp3_and_unix_sockets() {
     }
 }
 
-/// Server that speaks only TLS, with a certificate that only this test trusts.
+/// The server speaks only TLS. Its certificate is trusted only by a process whose environment names the certificate.
 #[test]
 fn a_store_refuses_a_server_with_an_untrusted_certificate() {
     let folder = std::env::temp_dir().join(format!("idem-test-tls-{}", std::process::id()));

@@ -848,7 +848,7 @@ async fn each_of_very_many_renewals_gets_its_own_answer() {
     let folder = Folder::new();
     let store = SqliteStore::options().queue_capacity(100).open(folder.file()).await.unwrap();
     let lease = reserved(&store, "k").await;
-    // Every second lease belongs to a key without a record.
+    // Every second lease is a lease of a key without a record, so its renewal is refused.
     let leases: Vec<_> = (0..LEASES)
         .map(|n| match n % 2 {
             0 => lease.clone(),
@@ -1154,8 +1154,9 @@ async fn callers_leave_a_slow_disk_to_the_reader_thread_for_a_while() {
         assert!(replays(&store, "k").await);
     }
     assert_eq!(looks.now(), (callers + 2, reader + 8), "one slow read does not stop reads by callers");
-    // Reads on callers' threads may take 5 ms at first, and then a twentieth of the elapsed time. The last read took 15
-    // ms, so the next read is allowed 200 ms after its start. 15 ms of this time have passed.
+    // Slow reads on callers' threads may take 5 ms in a row, and a twentieth of the time in the long run. The last read
+    // took 15 ms. For the 10 ms in excess, no caller reads until 200 ms after the start of the last read. 15 ms of
+    // these 200 ms have passed.
     clock.advance(Duration::from_millis(184));
     assert!(replays(&store, "k").await);
     assert_eq!(looks.now(), (callers + 2, reader + 9));

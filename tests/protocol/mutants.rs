@@ -64,7 +64,7 @@ mutants! {
     // Mistakes in the store's decisions. Each description says what the store does wrongly.
     /// A live lease is taken over.
     LiveTakenOver => Rule::S1, "crashes";
-    /// An operator may reopen a record whose lease is live.
+    /// The store lets an operator reopen a record whose lease is live.
     ReopenLive => Rule::S1, "operators";
     /// A renewal does not compare the owner token.
     RenewAnybodys => Rule::S2, "beats";
@@ -104,7 +104,7 @@ mutants! {
     MarkedAfterLapse => Rule::S14, "late_landings";
     /// Under `fail`, an attempt that lapses without a mark is interrupted.
     UnmarkedIsInterrupted => Rule::S14, "late_landings";
-    /// An attempt that lapses without a mark counts against `max_attempts`.
+    /// The store counts an attempt that lapsed without a mark against `max_attempts`.
     UnmarkedCounts => Rule::S14, "late_landings_counted";
     /// Under `fail`, a body begins without a mark.
     BeginsUnmarked => Rule::S5, "at_most_once";
@@ -112,7 +112,7 @@ mutants! {
     MarkRefusedStartsBody => Rule::S5, "late_landings";
     /// A call whose mark was refused does not release its reservation, and reserves again with another owner token.
     RefusedMarkKeepsKey => Rule::S12, "marks_between_clocks";
-    /// A reservation may replace an interrupted record.
+    /// The store lets a reservation replace an interrupted record.
     InterruptedRunsAgain => Rule::S5, "at_most_once";
     /// A repeated reservation with the same owner token is treated as another attempt's.
     OwnReservationIsForeign => Rule::S8, "lost";
@@ -138,7 +138,7 @@ mutants! {
     ReleasedFirstIsNotCounted => Rule::MaxAttempts, "attempts_refunded";
     /// Two keys share a record.
     KeysShareRecord => Rule::KeysApart, "two_keys";
-    /// A lapsed lease counts as live forever, so that a crash never frees its key.
+    /// The store treats a lapsed lease as live, so that a crash never frees its key.
     LapsedStaysLive => Rule::L1, "crashes";
     /// A completion wakes no waiter.
     FinishWakesNobody => Rule::L3, "waiting";
@@ -150,7 +150,7 @@ mutants! {
     WaitsWithoutLooking => Rule::L3, "waiting";
     /// A waiting call gets "in progress" for an attempt whose lease has lapsed.
     ToldOfLapsed => Rule::L1, "waits_and_fails";
-    /// A waiting call gets "in progress" although its own reservation may have landed.
+    /// A waiting call gets "in progress" although its own reservation may have taken effect.
     ToldOfItsOwn => Rule::S8, "waits_and_fails";
     /// The clocks differ, and the store compares times without adding the allowed skew.
     SkewIgnored => Rule::S1, "clocks_that_differ";
@@ -187,7 +187,7 @@ mutants! {
     LateWriteGivesUp => Rule::S12, "drops";
     /// A call whose result could not be recorded releases its key.
     UnrecordedIsReleased => Rule::SuccessHeld, "refusals";
-    /// A body that is dropped after its start counts as not started.
+    /// The release of a body that is dropped after its start says that the body did not start.
     DroppedCountsAsNotStarted => Rule::MaxAttempts, "max_attempts";
     /// A reservation replaces a record that its sender has not seen.
     ReplacesUnseen => Rule::S12, "drops";
@@ -215,7 +215,7 @@ mutants! {
     RenewedTogether => Rule::L6, "stuck_keys";
     /// A body is polled although its lease is over by the clock of its process.
     PolledBeyondLease => Rule::S11, "polls";
-    /// A body may run forever.
+    /// The time-out of a body is ignored, so that the body may run forever.
     TimeoutIgnored => ENDS, "hangs";
     /// The lease of a body that exceeded its time-out is renewed.
     RenewedBeyondTimeout => Rule::L7, "hangs";

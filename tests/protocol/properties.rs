@@ -286,8 +286,8 @@ pub(crate) fn audit(
     let deed = world.call(who).deed;
     let was_finished = old.is_some_and(|old| old.result().is_some());
     let was_pending = old.is_some_and(|old| old.is_pending());
-    // A late copy of the call's reservation may have started a later attempt for the call, and the call does
-    // not know of it.
+    // A late copy of the call's reservation may have started a later attempt for the call without its knowledge. So the
+    // rules use the attempt number that the request names.
     let named = match ask {
         RequestKind::Begin { attempt, .. }
         | RequestKind::Renew { attempt, .. }
@@ -381,7 +381,7 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
     let before = holder(past.holder);
     let mut broken = world.broken;
 
-    // A request with another payload gets a mismatch in every state of the record, and no other request gets one.
+    // A request with another payload gets a mismatch in every state of the record. No other request gets one.
     let differs = old.is_some() && past.mark.is_some() && plan.mark.is_some() && past.mark != plan.mark;
     broken.note(Rule::Fingerprint, differs != (answer == Answer::Mismatch) || (differs && old != new));
     match answer {
@@ -612,7 +612,7 @@ fn rests(config: &Config, world: &World, key: u8, broken: &mut Broken) {
     let is_gone = call.phase == Phase::Over(Class::Dropped) || !has_begun;
     let holds = !is_dead && !call.deed.abandoned && !follows;
     broken.note(if is_gone { Rule::S12 } else { Rule::L2 }, holds);
-    // Another call with the same policy, after the lapse of the lease, gets this answer.
+    // The answer that another call with the same policy gets after the lapse of the lease must be allowed.
     match store::after_its_lease(config, slot, who) {
         Answer::Interrupted => {
             broken.note(Rule::S14, !may_have_begun);

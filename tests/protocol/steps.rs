@@ -1000,7 +1000,8 @@ fn loses(config: &Config, world: &mut World, who: CallId) {
 pub(crate) fn fails(config: &Config, world: &mut World, who: CallId, trouble: Trouble) {
     match world.call(who).phase {
         Phase::Reserving { tries, landed, .. } => {
-            // An unanswered reservation may have taken effect: the lease may count from it, and the key may be held.
+            // An unanswered reservation may have taken effect: the lease may have begun with its request, and the key
+            // may be held.
             let landed = landed || trouble == Trouble::Unknown;
             if trouble == Trouble::Unknown {
                 let call = world.call_mut(who);
@@ -1135,7 +1136,7 @@ fn ending_fails(
         }
         return next(world, whole);
     }
-    // The caller waits for no more tries. A release in place of an error is then written without the caller; after a
+    // The call makes no more tries while its caller waits. After an error, a late write releases the key; after a
     // success, the key stays held until its lease lapses.
     if whole == Ending::Instead && late.is_none() {
         return self::late(config, world, who, whole, Class::Err);

@@ -350,7 +350,8 @@ fn corrupt<T: std::fmt::Debug>(answer: Result<T, StoreError>, what: &str) {
     assert_eq!(error.0, StoreErrorKind::Corrupt, "{what}: {error:?}");
 }
 
-/// The end of a lease follows from the remaining retention: without an expiry, the end of the lease is unknown.
+/// The store computes the end of a lease from the expiry of the Redis key: without an expiry, the end of the lease is
+/// unknown.
 #[tokio::test]
 async fn a_pending_record_without_an_expiry_is_damaged() {
     let server = RedisServer::start(Kind::Redis);

@@ -165,7 +165,7 @@ fn two_handlers_with_one_scope_are_refused() {
         let app = &App::default();
         let (orders, refunds) = (Orders(app), Refunds(app));
         assert_eq!(twice(orders.handle(7), orders.handle(7)).await, 8);
-        // Two methods of one name share a module and a line: the line of the macro call.
+        // Two methods with the same name conflict if they share a module and a line, here the line of the macro call.
         assert!(
             matches!(refunds.handle(7).await, Err(Error::InvalidKey { .. })),
             "a refund is not the replay of an order"

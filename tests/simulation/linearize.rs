@@ -35,7 +35,8 @@ const LIMIT_WITH_TIMES: usize = 5_000;
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Judgement {
     Linearizable,
-    /// Number of operations in the longest order that fits, and the operation that it could not explain.
+    /// `explained`: number of operations in the longest order that fits. `stuck_at`: operation whose answer no longer
+    /// order explains.
     NotLinearizable {
         explained: usize,
         stuck_at: String,

@@ -675,7 +675,7 @@ impl World {
         });
     }
 
-    /// Returns a decision with a result, or one to forget the record; `None` if the operator only reopens keys.
+    /// Returns a decision with a result, or a decision to forget the record; `None` if the operator only reopens keys.
     fn decision(&self, dice: &Dice, key: &Key, found: &Inspection) -> Option<Decision> {
         let (number, attempt) = (self.bodies.get(), found.attempt());
         let text = format!("{}/{attempt}/resolved after {number}", key.text());

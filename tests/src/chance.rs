@@ -12,7 +12,7 @@ impl Chance {
         Self(seed)
     }
 
-    /// Returns the random numbers of part `n`: they differ from those of other parts, and follow from the same seed.
+    /// Returns a new generator for the part `n` of a test. Each part gets different random numbers.
     #[must_use]
     pub fn of(&self, n: usize) -> Self {
         let mut other = Self(self.0 ^ (n as u64).wrapping_mul(0xd6e8_feb8_6659_fd93));

@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub use self::reopen::{Reopen, decided, forget_damaged};
 pub use idem_runtime::testing::{Fault, FaultyStore, StoreCall};
 
-/// Returns pending `polls` times before it is ready.
+/// Yields to other tasks `polls` times.
 pub async fn yields(polls: u32) {
     for _ in 0..polls {
         tokio::task::yield_now().await;

@@ -548,7 +548,7 @@ async fn no_record_of_a_transaction_is_cached() {
         }
         assert!(store.is_empty());
     }
-    // After a rollback, the records of the transaction have never existed.
+    // After a rollback, another attempt must be able to run. The reopening has the same effect as a rollback here.
     assert_eq!(world.memory.reopen(&key("1"), 1).await.unwrap(), Verdict::Applied);
     assert_eq!(world.reserved(&store, "1").await.attempt, 2);
 }

@@ -407,7 +407,7 @@ async fn a_failing_read_of_an_object_is_repeated_for_a_limited_time() {
     ] {
         objects.always(Verb::Get, trouble);
         let (replayed, passed) = as_time_passes(&world, world.replay(&store, "k")).await;
-        // The operation counts as finished without a result, because a store error could lead to a second run.
+        // The answer is a finished record without a result. An error of the store instead could lead to a second run.
         assert_eq!((reason_of(payload(&replayed)), passed), (why, takes), "{trouble:?}");
         let (inspected, _) = as_time_passes(&world, store.inspect(&key("k"))).await;
         let error = inspected.unwrap_err();
@@ -557,7 +557,7 @@ async fn an_object_is_removed_only_if_no_record_can_name_it() {
     }
 }
 
-/// A finished record never changes, and neither does its object.
+/// A finished record never changes, and its object never changes.
 #[tokio::test]
 async fn a_second_result_of_an_attempt_leaves_the_first_result_unchanged() {
     let world = World::new();
