@@ -220,7 +220,8 @@ fn the_page_of_the_model_lists_every_configuration_and_every_mistake() {
     let mut written = String::new();
     let mut rows = 0;
     for line in page.lines() {
-        // The rows of a table follow its head and the ruler below the head. The new rows replace them.
+        // The first two lines of a table, its heading and the line of dashes, stay. The new rows replace the other
+        // lines.
         rows = if line.starts_with('|') { rows + 1 } else { 0 };
         if rows <= 2 {
             writeln!(written, "{line}").unwrap();

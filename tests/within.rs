@@ -913,7 +913,7 @@ async fn a_handler_in_a_transaction_has_an_attempt_and_may_call_other_handlers()
     assert_eq!(bank.payments().await, 1);
 }
 
-/// Handler with the attribute, whose future may be spawned.
+/// Handler made by the attribute. Its future is `Send`, so that a test can spawn it.
 #[idempotent(key = "{name}", ttl = "1h", store = PostgresStore::within(tx).schema(schema), scope = shared("pay"), fingerprint = (name, 7))]
 async fn pay(tx: &PgTx<'_>, schema: &str, name: &str) -> Result<u32, Box<dyn std::error::Error + Send + Sync>> {
     tx.execute("INSERT INTO payments VALUES ($1)", &[&name]).await?;

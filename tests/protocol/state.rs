@@ -365,9 +365,11 @@ pub(crate) enum Ending {
         ok: bool,
     },
     Release(ReleaseKind),
-    /// Release that replaces an error too large for the store; retried like the completion.
+    /// Release in place of an error that is too large for the store. The call retries the release for as long as a
+    /// completion.
     Instead,
-    /// Completion without its result, or release in place of an error, tried in addition to the complete end.
+    /// Completion without its result, or release in place of an error. The call tries this shorter write by turns with
+    /// the complete write.
     Shortened {
         ok: bool,
     },

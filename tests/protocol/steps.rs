@@ -35,9 +35,9 @@ pub(crate) enum Action {
     IsCutOff(CallId),
     /// A second copy of the call's request is under way.
     Doubles(CallId),
-    /// A request arrives whose answer no call awaits.
+    /// A request reaches the store late. No call awaits its answer.
     ArrivesLate(Request),
-    /// A request whose answer no call awaits never arrives.
+    /// A request is lost: it never reaches the store. No call awaits its answer.
     IsLost(Request),
     /// The heartbeat sends a renewal.
     Beats(CallId),
@@ -67,7 +67,7 @@ pub(crate) enum Action {
     StopsWaiting(CallId),
     /// The call's wait ends with a record that already decides about the call, so that the call need not reserve again.
     IsTold(CallId),
-    /// Time passes.
+    /// True time advances by one step.
     Tick,
     /// The retention of a record ends.
     Ends(u8),

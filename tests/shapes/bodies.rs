@@ -1,4 +1,5 @@
-//! Handlers whose bodies contain every form of code.
+//! Handlers with every form of body: `?`, an early `return`, recursion, items of their own, raw names, panics and
+//! macros.
 
 use std::io;
 use std::num::ParseIntError;

@@ -251,7 +251,7 @@ impl Stage {
         }
     }
 
-    /// Makes one call in another process, whose body takes `time`.
+    /// Makes one call in another process. The body of the call takes `time`, and returns `result`.
     async fn other(self: Rc<Self>, time: Duration, result: Result<u32, Failure>) -> Outcome {
         let operation = Operation::new(&self.other, Ok(key()), POLICY.lease(LEASE));
         let body = async {

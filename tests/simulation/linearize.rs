@@ -1,17 +1,17 @@
 //! Judges whether a store that executes one operation at a time could have given all answers of a history.
 //!
-//! The search is that of Wing and Gong ("Testing and Verifying Concurrent Objects", 1993) with the memory of
-//! configurations by Lowe ("Testing for linearizability", 2017). The search picks an operation that may be the next
-//! one, executes it on the sequential specification (`histories/reference.rs`), compares the answer, and continues. If
-//! no order of the remaining operations fits, the search takes the operation back. Linearizability is local to a key,
-//! so each key is searched alone.
+//! The search is that of Wing and Gong ("Testing and Verifying Concurrent Objects", 1993) with Lowe's memory of visited
+//! configurations ("Testing for linearizability", 2017). The search picks an operation that may be the next one,
+//! executes it on the sequential specification (`histories/reference.rs`), compares the answer, and continues. If no
+//! order of the remaining operations fits, the search takes the operation back. Linearizability is local to a key, so
+//! each key is searched alone.
 //!
 //! Time is part of the specification. An answer contains the reading of the store's clock, so an answered operation can
 //! have happened only at that time. This rule is stricter than the usual one, which allows any time between invocation
-//! and answer. It is correct, because the clock of a simulation stands still while the store works. An operation
-//! without an answer can have happened at any time after its invocation, or never. For such an operation the search
-//! tries only the times at which the store executed some operation: no state changed at any other time. If the store
-//! answered that an operation had no effect, the search leaves the operation out.
+//! and answer. The stricter rule is correct, because the clock of a simulation stands still while the store works. An
+//! operation without an answer can have happened at any time after its invocation, or never. For such an operation the
+//! search tries only the times at which the store executed some operation: no state changed at any other time. If the
+//! store answered that an operation had no effect, the search leaves the operation out.
 //!
 //! Operations are tried in the order in which the store executed them, as far as this order is known. For a correct
 //! history this order explains all answers, and the search never takes an operation back.

@@ -127,7 +127,7 @@ impl Outage {
     }
 }
 
-/// Operation that a process may lose the right to make.
+/// Operation that the store permanently refuses to a process that has lost the right.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Right {
     Begin,

@@ -801,7 +801,8 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
     let mishaps = Mishaps {
         cancelled: often * dice.pick(&[0, 100]),
         panics: often * dice.pick(&[0, 20]),
-        // After an outage the end of a body must still be written, so enough bodies must return errors.
+        // In a world with outages enough bodies must return errors, so that some of these bodies free their keys only
+        // after a long outage.
         errors: (often * dice.pick(&[0, 30])).max(if outages.is_some() { 60 } else { 0 }),
         // Lost rights matter only for bodies that need renewals.
         slow: dice.pick(&[0, 200, 500]).max(if losses.is_some() { 500 } else { 0 }),

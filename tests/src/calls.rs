@@ -51,7 +51,7 @@ pub fn stored(bytes: impl Into<Bytes>) -> StoredResult {
     StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: bytes.into() }
 }
 
-/// Completion with some result.
+/// Completion with the result `42`.
 pub fn done() -> Finish {
     Finish::Completed(stored("42"))
 }

@@ -1,4 +1,4 @@
-//! Servers for tests. Each has a free port and its own folder, and ends with the process that started it.
+//! Servers for tests. Each server has a free port and its own folder, and ends with the process that started it.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;

@@ -36,7 +36,7 @@ fn ageless(world: &World) -> Cached {
     Cached::options().max_age(AGELESS).wrap(world.store.clone())
 }
 
-/// Replays `name`, and returns the number of operations of the inner store.
+/// Replays `name`, and returns the number of operations that the replay costs at the inner store.
 async fn costs(world: &World, store: &Cached, name: &str, expected: &Record) -> usize {
     let before = calls(world);
     assert_eq!(world.replay(store, name).await, *expected);

@@ -499,7 +499,7 @@ async fn an_upload_stays_within_the_timeout() {
     assert_eq!(passed, Duration::from_secs(2));
 }
 
-/// A caller that has lost its lease leaves no object, and does not change the successor's object.
+/// The `finish` of a caller that has lost its lease leaves no object, and does not change the successor's object.
 #[tokio::test]
 async fn a_refused_finish_removes_its_object() {
     let world = World::new();
@@ -549,8 +549,8 @@ async fn an_object_is_removed_only_if_no_record_can_name_it() {
             objects.only().await;
         }
         assert_eq!(world.replay(&store, "k").await, Record::after(&lease, finish.state()), "{fault:?}");
-        // An operator discards the result, and then the finish is repeated: the store refuses it, and its object, which
-        // no record names, is removed.
+        // An operator discards the result, and then the caller repeats the finish. The store refuses the finish, and
+        // the wrapper removes the object, which no record names.
         assert_eq!(store.reopen(&lease.key, 1).await.unwrap(), Verdict::Applied);
         assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Refused);
         assert_eq!(objects.paths().await, []);

@@ -67,7 +67,7 @@ fn main() {
         }
         store
     });
-    // A process that must act after the other process waits for a byte from it.
+    // Parent and child act by turns: each of them waits for a byte from the other process.
     let (mut from_child, mut to_parent) = pipe().unwrap();
     let (mut from_parent, mut to_child) = pipe().unwrap();
     match fork().unwrap() {
