@@ -140,7 +140,8 @@ fn found(config: &Config, property: &'static str, at_most: Option<usize>) -> Opt
     let only = HasDiscoveries::AnyOf(BTreeSet::from([property]));
     let checker = config.clone().checker().finish_when(only);
     let checker = match at_most {
-        // The first state has depth 1, and the checker leaves out the deepest states.
+        // A history of `steps` steps needs a larger depth: the first state has depth 1, and the checker leaves out the
+        // deepest states.
         Some(steps) => checker.target_max_depth(steps + 2),
         None => checker,
     };

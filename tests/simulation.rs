@@ -191,8 +191,8 @@ fn a_seed_repeats_its_history() {
     }
 }
 
-/// The linearizability check judges a history equally with and without the times at which the store executed the
-/// operations: a caller can't know these times, and the search uses them only as hints.
+/// The linearizability check gives a history the same verdict with and without the times at which the store executed
+/// the operations. The search uses these times, which a caller can't know, only as hints.
 #[test]
 fn a_history_has_the_same_verdict_without_execution_times() {
     let broken = [M::LeaseCutShort, M::FinishNotRepeatable, M::ReleaseUpserts, M::RenewByKey].map(Broken::Store);

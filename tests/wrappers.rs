@@ -402,7 +402,8 @@ async fn the_upkeep_of_a_wrapper_uses_the_upkeep_of_its_store() {
     }
 }
 
-/// If a store is its own upkeep, a wrapper around the store is its own upkeep, too.
+/// `upkeep` of a wrapper returns a handle whose own `upkeep` is the same handle. This handle does not keep itself
+/// alive.
 #[tokio::test]
 async fn a_wrapper_of_a_store_without_upkeep_is_its_own_upkeep() {
     let memory = MemoryStore::new();

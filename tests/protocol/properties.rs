@@ -559,8 +559,8 @@ pub(crate) fn ends_wait(world: &mut World, who: CallId, trouble: Trouble) {
 pub(crate) fn look(config: &Config, world: &mut World) {
     let mut broken = world.broken;
     let mut quiet = world.net.is_empty();
-    // Checks for each call: a body that lost its lease is not polled, no renewal follows a time-out, a waiting call
-    // waits for a running attempt, and the store agrees about each lease on which a call relies.
+    // Checks four rules for each call: a body that lost its lease is not polled; no renewal follows a time-out; a
+    // waiting call waits for a running attempt; and the store protects each lease on which a call relies.
     for who in 0..config.count() {
         let call = world.call(who);
         let key = usize::from(config.plans[usize::from(who)].key);

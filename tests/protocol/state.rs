@@ -241,7 +241,7 @@ pub(crate) struct Call {
     pub(crate) generation: u8,
     /// Time at which the last confirmed reservation or renewal was sent.
     pub(crate) asked_at: u8,
-    /// Time of the first reservation without an answer, which may have landed or may still land.
+    /// Time of the first reservation without an answer. It may have taken effect, or may still take effect.
     pub(crate) unanswered: Option<u8>,
     /// Time at which a waiting call gives up; 0 before it waits.
     pub(crate) give_up_at: u8,
@@ -377,8 +377,8 @@ pub(crate) enum Ending {
     LeftOut {
         ok: bool,
     },
-    /// Clean-up after a reservation without an answer, which may have landed or may still land: reserves the key again,
-    /// and then releases it.
+    /// Clean-up after a reservation without an answer, which may have taken effect or may still: reserves the key
+    /// again, and then releases it.
     CleanUp(Reserving),
     /// Release of the key that the clean-up has reserved.
     GiveBack,

@@ -262,7 +262,7 @@ pub(crate) fn after_its_lease(config: &Config, slot: Slot, who: CallId) -> Answe
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct End {
     pub(crate) stand: ModelState,
-    /// Number of attempts that the write no longer counts.
+    /// Number of attempts that the write takes off the count for `max_attempts`.
     pub(crate) refund: u8,
     /// Number of the attempt, and number of the attempts that count; `None` for a release, which names no attempt.
     pub(crate) numbers: Option<(u8, u8)>,

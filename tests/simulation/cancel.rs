@@ -303,7 +303,7 @@ impl Stage {
                 return Some(self.simulation.spawn(async move {
                     clock.sleep(LEASE + Duration::from_secs(1)).await;
                     let outcome = Rc::clone(&stage).other(Duration::ZERO, Ok(2)).await;
-                    // The connection works again, and transmits the refusal of the renewal.
+                    // From now on renewals reach the store again, and the store refuses the next one.
                     stage.store.always(StoreCall::Renew, Fault::None);
                     outcome
                 }));

@@ -299,7 +299,7 @@ impl History {
         }
     }
 
-    /// Converts the revision of a record that an operator has seen to the type of the reference.
+    /// Converts `seen`, the revision of a record that an operator has inspected, to the type that the reference uses.
     pub(crate) fn sight(&self, seen: &Revision) -> Sight {
         let text = seen.to_string();
         let (_, tag) = text.rsplit_once('-').expect("a mark");
@@ -362,9 +362,9 @@ impl History {
         self.ops.iter().filter(|op| op.key == key && op.granted == Some(attempt + 1)).filter_map(|op| op.landed).min()
     }
 
-    /// Event and time of the latest answer `Interrupted` or `Exhausted` that `process` got for `key` before the event
-    /// `when`, to a reservation that took effect at the time `since` or later. `None` if there is no such answer, for
-    /// example because a waiting duplicate learned of the end without a reservation.
+    /// Event and time of the latest answer `Interrupted` or `Exhausted` that `process` got for `key`. The answer came
+    /// before the event `when`, and its reservation took effect at the time `since` or later. `None` if there is no
+    /// such answer, for example because a waiting duplicate learned of the end without a reservation.
     pub(crate) fn refused_at(&self, process: usize, key: usize, since: u64, when: u64) -> Option<(u64, u64)> {
         let is_refusal = |op: &&Op| {
             let said = matches!(
@@ -381,9 +381,9 @@ impl History {
         self.ops.iter().filter(is_refusal).max_by_key(|op| op.responded)?.landed
     }
 
-    /// Returns the process of attempt `attempt` of `key`, and the times of its mark and of its last request, if the
-    /// process was in doubt about its mark at the event `when`: the mark had taken effect, and the last request (a mark
-    /// or a clean-up) had no answer.
+    /// If the process of attempt `attempt` of `key` was in doubt about its mark at the event `when`, returns the
+    /// process and the times of its mark and of its last request. In doubt means: the mark had taken effect, and the
+    /// last request (a mark or a clean-up) had no answer.
     pub(crate) fn doubts_its_mark(&self, key: usize, attempt: u32, when: u64) -> Option<(usize, [u64; 2])> {
         let first = self.marks(key, attempt, when).next()?;
         let OperationArgs::Begin(mark, _) = &first.asked else { return None };

@@ -138,10 +138,10 @@ impl Search<'_> {
         Some(false)
     }
 
-    /// Operations that may happen next with their times, the likeliest first: in the order in which the store executed
-    /// them; then operations answered at `next_at`; and last the operations without an answer, which mostly never
-    /// happened or can wait. An unanswered operation that the store executed before `reached` is also among the last,
-    /// because it changed nothing at that time.
+    /// Operations that may happen next, with their times, the likeliest first. First come operations whose execution is
+    /// known, in the order in which the store executed them; then operations answered at `next_at`; and last the
+    /// operations without an answer, most of which never happened or can wait. An unanswered operation that the store
+    /// executed before `reached` is also among the last, because it changed nothing at that time.
     fn candidates(&self, done: &[bool], first_end: u64, reached: u64, now: u64, next_at: u64) -> Vec<(usize, u64)> {
         let may_be_next = (0..self.ops.len()).filter(|n| !done[*n] && self.ops[*n].invoked < first_end);
         let mut found = Vec::new();

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use idem_runtime::clock::{Clock, Instant, Sleep, SystemClock, Task};
 
-/// Clock that reads another clock and changes its readings as a test sets.
+/// Clock that reads another clock, and changes the readings in the way that a test has chosen.
 #[derive(Clone, Debug)]
 pub struct OddClock {
     inner: Arc<dyn Clock>,

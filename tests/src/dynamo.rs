@@ -36,9 +36,9 @@ pub const SKEW: Duration = Duration::from_millis(5);
 /// Kind of emulator. An environment variable names its program; `scripts/test` sets these variables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
-    /// The dynoxide that `IDEM_TEST_DYNOXIDE` names.
+    /// The emulator dynoxide; `IDEM_TEST_DYNOXIDE` is the path of the program.
     Dynoxide,
-    /// The ministack that `IDEM_TEST_MINISTACK` names.
+    /// The emulator ministack; `IDEM_TEST_MINISTACK` is the path of the program.
     Ministack,
 }
 
@@ -205,7 +205,7 @@ impl Emulator {
             child.unwrap_or_else(|error| panic!("{} can't be started: {error}; run ./scripts/test", program.display()));
         self.child = Some(child);
         for _ in 0..3000 {
-            // An emulator that has ended can't answer: another process has taken its port.
+            // If the emulator has ended, an answer would come from another process that has taken its port.
             let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
             assert!(ended.is_none(), "{} ended at once on port {}: {ended:?}", program.display(), self.port);
             if answers(self.port) {

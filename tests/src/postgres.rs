@@ -167,7 +167,7 @@ impl PostgresServer {
             .unwrap_or_else(|error| panic!("postgres can't be started: {error}; run ./scripts/test"));
         self.child = Some(child);
         for _ in 0..3000 {
-            // A server that has ended can't answer: another process has taken its port.
+            // If the server has ended, an answer would come from another process that has taken its port.
             let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
             assert!(ended.is_none(), "postgres ended at once on port {}: {ended:?}\n{}", self.port, self.log());
             if program_succeeds(&mut self.ready()) {

@@ -275,7 +275,7 @@ pub struct Orders {
     pub spec: String,
     /// Path of the table of effects.
     pub path: PathBuf,
-    /// First key.
+    /// Number of the first key.
     pub begin: usize,
     /// Keys to serve.
     pub keys: Keys,

@@ -143,7 +143,7 @@ impl RedisServer {
             .unwrap_or_else(|error| panic!("{} can't be started: {error}; run ./scripts/test", program.display()));
         self.child = Some(child);
         for _ in 0..1000 {
-            // A server that has ended can't answer: another process has taken its port.
+            // If the server has ended, an answer would come from another process that has taken its port.
             let ended = self.child.as_mut().and_then(|child| child.try_wait().ok().flatten());
             assert!(ended.is_none(), "{} ended at once on port {}: {ended:?}", program.display(), self.port);
             if self.ping() {
