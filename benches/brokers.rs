@@ -1,10 +1,10 @@
 //! The whole loop of a consumer with `#[idempotent]`, compared with the loop without the attribute, broker included.
 //!
 //! A round publishes messages, which is not measured, and then consumes and acknowledges all of them. Records are in a
-//! separate Redis. There are two handlers: one does nothing, so it shows every cost of the library; the other writes
-//! its effect to a Redis with one `SET`, which is little for a handler. Brokers store nothing on disk, so the
-//! comparison is strict: the quicker the broker, the larger the library's share. Brokers, Redis and consumer share one
-//! machine.
+//! separate Redis. There are two handlers: one does nothing, so its lines show every cost of the library; the other
+//! writes its effect to a Redis with one `SET`, which is less than most handlers do. Brokers store nothing on disk,
+//! which makes the comparison strict: the quicker the broker, the larger the library's share of the time. Brokers,
+//! Redis and consumer share one machine.
 //!
 //! The bench also measures the broker's beats while 10 000 messages are in flight: processor time of the process per
 //! callback, in a consumer that does nothing else.
@@ -252,8 +252,8 @@ fn processor_time() -> Duration {
     Duration::try_from(clock_gettime(ClockId::ProcessCPUTime)).expect("since the process started")
 }
 
-/// Returns the nanoseconds of processor time per beat, with 10 000 messages in flight. Without beats, the divisor is
-/// the number of beats that there would be.
+/// Returns the nanoseconds of processor time per beat, with 10 000 messages in flight. Without beats, the time is
+/// divided by the number of beats that the same run with beats would make.
 fn beats(with_beats: bool) -> f64 {
     #[idempotent(key = "order:{order}", ttl = "7d", store = store, scope = "bench::slow", lease = "60s")]
     async fn slow(store: &MemoryStore, order: u64) -> Result<(), Error> {
@@ -276,7 +276,7 @@ fn beats(with_beats: bool) -> f64 {
             drop(call.await);
         });
     }
-    // The start is not measured, then a whole number of rounds is.
+    // The first two intervals are not measured. The measurement covers a whole number of intervals.
     std::thread::sleep(every * 2);
     let (before, counted) = (processor_time(), beats.load(Ordering::Relaxed));
     std::thread::sleep(every * rounds);

@@ -3,11 +3,11 @@
 //! - *First run* and *replay*: requests per second over real sockets, kept alive, one request at a time on each; a body
 //!   of 1 KB of JSON that the handler reads and returns. Every first run has its own key; replays choose among 500.
 //!   Clients and server share a runtime of two workers, so both sides include the clients' work.
-//! - *Beside others*: replays and first runs of `axum-idempotent`, the only other layer for axum on Redis that our
-//!   compiler builds (`idempotent` 2.0 needs Rust 1.98, `footing` 0.6 1.99). Both servers are separate processes on one
-//!   Valkey, because `axum-idempotent` needs `HEXPIRE`; each side has its best number of connections. `axum-idempotent`
-//!   looks for a response and then runs the handler, so two concurrent requests may both run; our layer reserves the
-//!   key first.
+//! - *Beside others*: replays and first runs compared with those of `axum-idempotent`, the only other layer for axum on
+//!   Redis that our compiler builds (`idempotent` 2.0 needs Rust 1.98, `footing` 0.6 1.99). Both servers are separate
+//!   processes on one Valkey, because `axum-idempotent` needs `HEXPIRE`; each side has its best number of connections.
+//!   `axum-idempotent` looks for a response and then runs the handler, so two concurrent requests may both run; our
+//!   layer reserves the key first.
 //! - *Allocations* are counted for one request through the tower service, on one thread and without a socket. The bytes
 //!   requested from the allocator are counted as well: each copy of the body adds a kilobyte.
 //! - *Instructions* are for a profiler: `valgrind --tool=callgrind target/release/deps/http-… turns first socket 1500`,
@@ -127,12 +127,12 @@ enum Work {
     Replay,
 }
 
-/// A server under measurement, and whether its layer replays.
+/// A server whose requests are measured. `replays` is false if the server has no layer.
 struct Target {
     address: SocketAddr,
     cookie: Arc<str>,
     replays: bool,
-    /// First unused key.
+    /// Number of the first key that no request has used.
     next: usize,
 }
 

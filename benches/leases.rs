@@ -61,10 +61,10 @@ impl Counters {
 /// Entry of the slow log: number, time, microseconds, command, client address, client name.
 type Entry = (i64, i64, u32, Vec<redis::Value>, String, String);
 
-/// One measurement per round: milliseconds of scripts, of processor time, and of the longest call.
+/// Measurements, one for each round, in milliseconds: time in scripts, processor time, and the longest call.
 #[derive(Default)]
 struct Rounds {
-    /// Number of renewals to which the figures are scaled.
+    /// Number of leases. The figures are scaled to this number of renewals.
     beat: f64,
     script: Vec<f64>,
     cpu: Vec<f64>,
@@ -161,7 +161,7 @@ async fn bench(table: &Table) {
         // The first beat still includes work from the start, so an extra round is discarded.
         for round in 0..=rounds {
             let mut each = Rounds::of(leases);
-            // On a busy machine a beat may be late, and the round empty.
+            // On a busy machine a beat may come late, so that no lease is renewed in this second.
             while each.script.is_empty() {
                 each.measure(&mut connection, pause(Duration::from_secs(1))).await;
             }

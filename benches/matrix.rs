@@ -48,7 +48,8 @@ const STORES: [&str; 6] = ["Memory", "SQLite", "Redis", "Redis Cluster", "Postgr
 const TASKS: [u64; 3] = [1, 64, 1024];
 /// Number of orders to replay.
 const SHIPPED: u64 = 1000;
-/// Number of orders that are held while the bench runs, and the number of the first of them.
+/// Number of orders whose keys are reserved during the whole bench, so that calls of them find a running attempt. Their
+/// numbers begin at `HELD_FROM`.
 const HELD: u64 = 64;
 const HELD_FROM: u64 = 500_000;
 
@@ -126,7 +127,7 @@ impl Work {
         }
     }
 
-    /// Returns the order of a call; each first run has a new order.
+    /// Returns the number of the order that a call ships. First runs ship new orders, from `new` on.
     fn order(self, call: u64, new: u64) -> u64 {
         match self {
             Self::FirstRun => new + call,
@@ -144,7 +145,7 @@ async fn call(store: &dyn Store, work: Work, order_id: u64) {
     }
 }
 
-/// The raw side of a comparison.
+/// Hand-written code that a line compares with the library; `None` if there is no such code for the store.
 enum Raw {
     None,
     /// Redis by hand, with the client's default socket and with `TCP_NODELAY`.
@@ -161,7 +162,7 @@ struct Subject {
     name: &'static str,
     runtime: Runtime,
     store: Arc<dyn Store>,
-    /// A second handle, which stands for another process.
+    /// A second handle of the same store, which simulates another process.
     peer: Arc<dyn Store>,
     raw: Raw,
     /// The file of SQLite, opened anew for each measurement and by no other handle meanwhile: see the bench `sqlite`.

@@ -1,7 +1,8 @@
 //! A loop for a profiler: `./scripts/bench share` runs it under `perf` and shows the distribution of time.
 //!
-//! `-- memory replay 1 5` makes replays on a `MemoryStore` with one task for 5 seconds. `redis`, `first` and other
-//! numbers of tasks work in the same way. Without arguments each combination runs briefly, to show that it works.
+//! `-- memory replay 1 5` makes replays on a `MemoryStore` with one task for 5 seconds. The other stores are `redis`,
+//! `postgres` and `sqlite`, and the other work is `first`. Without arguments, both kinds of work run briefly on a
+//! `MemoryStore`, to show that the program works.
 
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
 
@@ -54,7 +55,7 @@ async fn calls(store: &Arc<dyn Store>, is_first: bool, tasks: u64, duration: Dur
     println!("{made} calls");
 }
 
-/// Creates a folder in the target folder, so that the file is on the disk of the target folder.
+/// Creates a folder in the target folder, so that the file of SQLite is on the disk of the target folder.
 fn tempfile() -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("profile-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder");

@@ -13,7 +13,7 @@
 //! Each measurement opens its file anew, while the other side's file is closed: connections of one process share a pool
 //! of cached pages, and the pages of one can starve the other.
 //!
-//! The file is in the target folder, and so on the disk of the target folder.
+//! The file is in the target folder, so the bench measures the disk on which that folder is.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! The layer without tower: an actix-web handler that hands its requests to [`IdempotencyLayer::respond`].
+//! Uses the layer without tower: an actix-web handler that hands its requests to [`IdempotencyLayer::respond`].
 //!
 //! ```sh
 //! cargo run --example actix_payments --features actix

@@ -21,19 +21,19 @@ use idem_runtime::http::{Caller, IdempotencyLayer};
 use idem_runtime::{Policy, SqliteStore, current};
 use tokio::signal::unix::{SignalKind, signal};
 
-/// A response is retained for a day.
+/// The policy of payments: a recorded response is retained for a day.
 const PAYMENTS: Policy = Policy::new(Duration::from_secs(24 * 3600));
 
 #[derive(Clone)]
 struct Customer(&'static str);
 
 async fn pay(amount: String) -> Result<(StatusCode, String), StatusCode> {
-    // For the payment provider: the same on every attempt.
+    // The payment provider gets the same key on every attempt.
     let charge = current().map_err(|_| StatusCode::INTERNAL_SERVER_ERROR)?.child_key("charge");
     Ok((StatusCode::CREATED, format!("{amount} cents are paid with {charge}\n")))
 }
 
-/// Your authentication. It stands outside of the layer, and names the customer, not the token.
+/// In place of your authentication. It runs outside of the layer, and identifies the customer, not the token.
 async fn authenticate(mut request: Request, next: Next) -> Response {
     if request.headers().get(header::AUTHORIZATION).is_some_and(|it| it == "Bearer alice-1") {
         request.extensions_mut().insert(Customer("alice"));
@@ -41,7 +41,7 @@ async fn authenticate(mut request: Request, next: Next) -> Response {
     next.run(request).await
 }
 
-/// Ends at Ctrl-C, and at the signal that containers send.
+/// Returns a future that ends at Ctrl-C, and at SIGTERM, which containers send.
 fn stop_signal() -> io::Result<impl Future<Output = ()>> {
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     Ok(async move {
@@ -63,7 +63,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let address = std::env::var("LISTEN").unwrap_or_else(|_| "127.0.0.1:8080".to_owned());
     let listener = tokio::net::TcpListener::bind(address).await?;
     axum::serve(listener, app).with_graceful_shutdown(stop).await?;
-    // Payments whose clients have gone go on: wait for them.
+    // Payments continue after their clients have hung up: wait for them.
     layer.drain().await;
     Ok(())
 }

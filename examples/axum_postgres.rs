@@ -30,7 +30,7 @@ const PAYMENTS: Policy = Policy::new(Duration::from_secs(24 * 3600))
     .in_progress(InProgress::Wait(Duration::from_secs(20)));
 
 async fn pay(cents: String) -> Result<(StatusCode, String), StatusCode> {
-    // For the payment provider: the same on every attempt, in every process.
+    // The payment provider gets the same key on every attempt, in every process.
     let charge = current().map_err(|_| StatusCode::INTERNAL_SERVER_ERROR)?.child_key("charge");
     tokio::time::sleep(Duration::from_millis(500)).await;
     let taken = format!("{cents} cents are paid with {charge}, process {}\n", std::process::id());
@@ -45,7 +45,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     // A release may create the table instead: `PostgresStore::schema_sql`. Without `purge_every` no record is deleted.
     let options = PostgresStore::options().ensure_schema().purge_every(Duration::from_secs(3600));
     let store = options.connect(&database).await?;
-    // This closure stands for your authentication, which belongs outside of the layer.
+    // Replace this closure by your authentication, which belongs outside of the layer.
     let caller = Caller::by(|request| Some(request.headers.get("x-customer")?.to_str().ok()?.to_owned()));
     let layer = IdempotencyLayer::new(&store, PAYMENTS, caller);
     let ready = async move || match store.health().await.is_ready() {
@@ -58,7 +58,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let listener = tokio::net::TcpListener::bind(&address).await?;
     println!("Listening on {}.", listener.local_addr()?);
     axum::serve(listener, app).with_graceful_shutdown(async move { _ = stop.recv().await }).await?;
-    // Wait for payments whose clients have gone, so that their keys are not held for a lease.
+    // Wait for payments whose clients have hung up: otherwise each of their keys would be held for one more lease.
     layer.drain().await;
     Ok(())
 }

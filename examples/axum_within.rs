@@ -35,7 +35,7 @@ struct Transfer {
     cents: i64,
 }
 
-/// A refusal is a value as well: it is recorded, and every duplicate gets it.
+/// Outcome of a transfer. A refusal is a value and not an error, so it is recorded, and every duplicate gets it.
 #[derive(Serialize, Deserialize)]
 enum Answer {
     Transferred { balance: i64 },

@@ -60,8 +60,8 @@ async fn charge_before_check<B: Bank>(app: &App<B>, order: u32) -> Result<Receip
     Ok(Receipt { order })
 }
 
-/// Checks, then charges. The check protects against crashes, but not against a worker that is paused in between until
-/// another worker takes over.
+/// Checks, then charges. The check protects against crashes, but not against a worker that is paused between check and
+/// charge until another worker has taken over.
 #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, scope = "check_before_charge")]
 async fn check_before_charge<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
     if !app.bank.is_charged(order).await? {
@@ -78,8 +78,8 @@ async fn charge_with_key<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, P
     Ok(Receipt { order })
 }
 
-/// For a bank without keys: charges at most once. An interrupted run, and a charge without an answer, are set aside for
-/// a person, without another attempt.
+/// Charges at most once, for a bank that accepts no keys. An interrupted run, and a charge without an answer, are set
+/// aside for a person, without another attempt.
 #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, scope = "charge_at_most_once", on_crash = fail, on_error = record)]
 async fn charge_at_most_once<B: Bank>(app: &App<B>, order: u32) -> Result<Receipt, PaymentError> {
     if app.bank.is_charged(order).await? {

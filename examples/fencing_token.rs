@@ -2,7 +2,7 @@
 //!
 //! A request that a paused worker has already sent may arrive after another worker has taken over. No library can call
 //! such a request back, but its receiver can refuse it: `attempt.number()` grows with each attempt for a key, and the
-//! receiver stores the highest number so far. `cargo run --example fencing_token` plays this case.
+//! receiver stores the highest number so far. `cargo run --example fencing_token` shows this situation step by step.
 
 use std::collections::VecDeque;
 use std::error::Error;

@@ -31,7 +31,7 @@ async fn charge(store: &MemoryStore, order: u32, bank: Bank) -> Result<u32, AnyE
     bank.answer(order)
 }
 
-/// Uses the shared settings, except for the number of attempts.
+/// Refunds an order, with the shared settings and a limit on attempts of its own.
 #[idempotent(key = "order:{order}", policy = PAYMENTS, max_attempts = 5, store = store, scope = "refund")]
 async fn refund(store: &MemoryStore, order: u32, bank: Bank) -> Result<u32, AnyError> {
     bank.answer(order)

@@ -41,7 +41,7 @@ async fn consume(store: &SqliteStore, mut messages: mpsc::Receiver<(u32, Duratio
         let store = store.clone();
         running.spawn(async move { observe(ship(&store, order, takes)).await.1.disposition() });
     }
-    // 2. Give handlers that are nearly done the time to finish.
+    // 2. Give the running handlers some time to finish.
     let drained = timeout(GRACE, async { while running.join_next().await.is_some() {} }).await;
     println!("   {}", if drained.is_ok() { "all handlers have ended" } else { "some handlers are dropped" });
     // 3. Drop the other handlers. Their messages are not acknowledged, so the broker delivers them again.
@@ -73,7 +73,7 @@ async fn run(claims: &mut Claims, folder: &Path) -> Result<(), AnyError> {
     claims.check("SIGTERM was sent", signalled?.success());
     consumed?;
 
-    // Another store handle sees what another process would see.
+    // This second handle reads the records as another process would.
     let other = SqliteStore::open(&file).await?;
     let found =
         async |order: u32| Ok::<_, AnyError>(other.inspect(&Key::new("ship", format!("order:{order}"))?).await?);

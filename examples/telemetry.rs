@@ -6,7 +6,7 @@
 //! ```
 //!
 //! The example runs until it is killed, and causes trouble on purpose: repeated keys, processes that die, results that
-//! too large, an unreachable store.
+//! are too large, an unreachable store.
 
 #![allow(clippy::disallowed_methods, reason = "traffic takes real time")]
 
@@ -98,7 +98,7 @@ async fn traffic(store: FaultyStore, scope: &'static str, millis: u64) -> Infall
     unreachable!("numbers go on")
 }
 
-/// Returns an error that stands for the handler's own.
+/// Returns an error such as a handler of an application could return.
 fn declined() -> Error {
     Key::new("shop", "").expect_err("blank").into()
 }

@@ -70,7 +70,7 @@ fn a_dead_worker_is_followed_after_its_lease() {
     block_on(async {
         let clock = ManualClock::new();
         let store = MemoryStore::options().clock(clock.clone()).build();
-        // A separate handle stands for a separate process. This process dies: it renews and releases no lease.
+        // A separate handle simulates a separate process. This process dies: it renews and releases no lease.
         let dead = store.peer();
         let app = App { store: dead.handle(), bank: CountingBank { hangs: true, ..Default::default() } };
         let dying = tokio::spawn(async move { charge(&app, 42).await });

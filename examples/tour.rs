@@ -128,8 +128,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     match &args[..] {
         [] => {
             let store = MemoryStore::new();
-            // A peer stands for another process: a handle with its own heartbeats. Once the peer is abandoned, it
-            // renews and releases no lease.
+            // A peer simulates another process: a handle that renews only its own leases. Once the peer is abandoned,
+            // it renews and releases no lease.
             let peer = store.peer();
             let lose_a_worker = |order| {
                 let worker = thread::spawn(move || {

@@ -1,7 +1,8 @@
 //! Parts that the benches share: rounds that alternate between the sides, and a table of ratios and goals.
 //!
-//! Every result is a ratio within one run. Each round measures every side once, in changing order, so that a machine
-//! that slows down slows all sides. A line of the table is the ratio of the sides' medians.
+//! Every result is a ratio of two figures that were measured in the same run. Each round measures every side once, in
+//! changing order, so that a machine that slows down slows all sides. A line of the table is the ratio of the sides'
+//! medians.
 
 #![allow(clippy::missing_panics_doc)] // A bench that can't run stops.
 #![allow(clippy::cast_precision_loss)] // Counts and times of a run are far below 2^52.
@@ -102,7 +103,7 @@ impl Samples {
         quantile(&self.0, 1.0)
     }
 
-    /// Applies `calculate` to the two values of each round.
+    /// Combines the values of two sides, round by round, by `calculate`.
     #[must_use]
     pub fn with(&self, other: &Self, calculate: impl Fn(f64, f64) -> f64) -> Self {
         Self(self.0.iter().zip(&other.0).map(|(a, b)| calculate(*a, *b)).collect())
@@ -167,7 +168,7 @@ pub fn paced(target: Duration, least: u64, mut side: impl FnMut(u64) -> f64) -> 
     }
 }
 
-/// Goal of a line.
+/// Goal for the result of a line: a missed goal is printed, and does not fail the bench.
 #[derive(Clone, Copy, Debug)]
 pub enum Goal {
     /// At least this value.

@@ -4,7 +4,8 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-/// A peer that waits for work, killed when dropped. `benches/peers` contains the programs and defines the lines.
+/// A peer: a process that waits for work, killed when this value is dropped. `benches/peers` contains the programs, and
+/// `sides.py` there defines the lines that they read and write.
 #[derive(Debug)]
 pub struct Peer {
     name: &'static str,

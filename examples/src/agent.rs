@@ -17,7 +17,7 @@ use tokio::time::sleep;
 
 /// Name of the client's key in `_meta`. The name has our own prefix: names without a prefix belong to the protocol.
 pub const KEY: &str = "shop.example/idempotency-key";
-/// Environment variable that tells a server who its caller is.
+/// Environment variable with the name of the server's caller.
 pub const CALLER: &str = "SHOP_CALLER";
 
 /// Error after which the example can't go on.
@@ -65,7 +65,7 @@ impl Bank {
         if is_slow { File::create(self.0.join("slow")).map(drop) } else { fs::remove_file(self.0.join("slow")) }
     }
 
-    /// Returns the number of requests to pay `what`, and the number of payments.
+    /// Returns how many requests to pay `what` the bank has received, and how many payments it has made.
     #[must_use]
     pub fn books(&self, what: &str) -> (usize, usize) {
         let asked = fs::read_to_string(self.0.join("asked")).unwrap_or_default();

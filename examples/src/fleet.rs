@@ -39,7 +39,7 @@ const BAD: [&str; 2] = ["malformed", "1003/1"];
 /// Environment variable that makes the program a worker.
 const WORKER: &str = "IDEM_EXAMPLE_RUN";
 
-/// Fault while an order is charged.
+/// Fault that the example causes while an order is charged.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 enum Mishap {
     None,
@@ -151,7 +151,7 @@ impl Run {
         Ok(Receipt { payment, cents: event.cents })
     }
 
-    /// Notes for the audit that a message has arrived; `event` is `None` if the message can't be read.
+    /// Writes into the books that a message has arrived; `event` is `None` if the message can't be read.
     ///
     /// # Errors
     /// If the books can't be written.
@@ -159,7 +159,7 @@ impl Run {
         self.note(&format!("delivered {}", event.map_or("malformed".to_owned(), Event::tag)))
     }
 
-    /// Notes for the audit that a message is about to be acknowledged after `outcome`. The note precedes the
+    /// Writes into the books that a message is about to be acknowledged after `outcome`. This line precedes the
     /// acknowledgement: if a worker is killed in between, the message is delivered and acknowledged again.
     ///
     /// # Errors
@@ -171,7 +171,7 @@ impl Run {
         self.note(&format!("acknowledged {}", event.tag()))
     }
 
-    /// Notes for the audit that a message is about to be set aside; `event` is `None` if the message can't be read.
+    /// Writes into the books that a message is about to be set aside; `event` is `None` if the message can't be read.
     ///
     /// # Errors
     /// If the books can't be written.
@@ -188,7 +188,7 @@ impl Run {
         Ok(received == 10 && self.is_first("connection lost")?)
     }
 
-    /// Appends one line for the audit, unbuffered: a killed process loses no line.
+    /// Appends one line to the books, unbuffered: a killed process loses no line that it has written.
     fn note(&self, line: &str) -> io::Result<()> {
         let mut books = OpenOptions::new().create(true).append(true).open(self.folder.join("books"))?;
         books.write_all(format!("{line}\n").as_bytes())
@@ -198,7 +198,7 @@ impl Run {
         fs::read_to_string(self.folder.join("books")).unwrap_or_default()
     }
 
-    /// Returns true at the first call for `what`, over all processes.
+    /// Returns true only at the first call with this `what` in all processes of the run.
     fn is_first(&self, what: &str) -> io::Result<bool> {
         match File::create_new(self.folder.join(what)) {
             Ok(_) => Ok(true),
@@ -441,7 +441,7 @@ fn settled_tag(line: &str) -> Option<&str> {
     line.strip_prefix("acknowledged ").or_else(|| line.strip_prefix("aside "))
 }
 
-/// Results of the books.
+/// Findings of the audit of the books.
 struct Audit {
     deliveries: usize,
     bodies: usize,
@@ -459,7 +459,7 @@ impl Audit {
         let notes = run.notes();
         let lines = |prefix: &'static str| notes.lines().filter_map(move |line| line.strip_prefix(prefix));
         let mut charged = HashMap::new();
-        // Each file of a payment stands for one charge.
+        // The bank has made one file for each charge, named after the order and the key of the payment.
         for file in fs::read_dir(&run.folder).into_iter().flatten().flatten() {
             let name = file.file_name();
             let order = name.to_str().and_then(|name| name.strip_prefix("payment ")?.split(' ').next()?.parse().ok());

@@ -22,7 +22,7 @@ struct Line {
 }
 
 impl Ledger {
-    /// Opens the ledger in the file at `path`, or creates it. A ledger without a file is its [`Default`].
+    /// Opens the ledger in the file at `path`, or creates it. The [`Default`] of a ledger has no file.
     ///
     /// # Errors
     /// The error of the file, or an error if the file is not a ledger.
@@ -30,7 +30,8 @@ impl Ledger {
         let mut file = File::options().read(true).append(true).create(true).open(path)?;
         let mut text = String::new();
         file.read_to_string(&mut text)?;
-        // If a process was killed while it wrote a line, that charge was not made.
+        // An incomplete last line was written by a process that was killed meanwhile. Its charge does not count as
+        // made.
         let whole = text.rfind('\n').map_or(0, |at| at + 1);
         file.set_len(whole as u64)?;
         file.seek(io::SeekFrom::End(0))?;

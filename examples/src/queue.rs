@@ -16,7 +16,7 @@ const VISIBILITY_TIMEOUT: Duration = Duration::from_millis(300);
 const RETRY: Duration = Duration::from_millis(50);
 const POLL: Duration = Duration::from_millis(5);
 
-/// Due time of a message, and its number.
+/// Due time of a message, and the number of its delivery.
 type Receipt = (Instant, u64);
 
 /// A queue that delivers at least once: a message that is not acknowledged in time is delivered again.
@@ -78,7 +78,8 @@ impl Queue {
 }
 
 impl Messages {
-    /// Takes the first message that is due, or returns `None` if the queue is empty.
+    /// Takes the message that has been due for the longest time, or returns `None` if the queue is empty. The answer is
+    /// pending while no message is due.
     fn take(&mut self) -> Poll<Option<Message>> {
         match self.by_time.first_key_value() {
             Some(((due, _), _)) if *due > Instant::now() => Poll::Pending,

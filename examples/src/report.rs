@@ -56,7 +56,8 @@ impl Count {
         Self::OnRecord,
     ];
 
-    /// Possible ends of a delivery. A delivery without one of these ends was cut off by the death of its worker.
+    /// Ways in which a delivery can end. A delivery that ended in none of these ways was cut off by the death of its
+    /// worker.
     const ENDS: [Self; 5] = [Self::Handled, Self::Replay, Self::Failure, Self::InProgress, Self::DeadLetter];
 
     /// Returns the name in the table.
@@ -99,7 +100,8 @@ impl Count {
     }
 }
 
-/// Returns the counts that one delivery to an idempotent handler adds: the count of its end, and those of other events.
+/// Returns the counts that one delivery to an idempotent handler adds: the count of its end, and the counts of its wait
+/// and its takeover.
 pub fn counts(outcome: &Outcome) -> impl Iterator<Item = Count> {
     let end = if outcome.replayed() {
         Count::Replay
@@ -131,7 +133,7 @@ impl Counts {
     }
 }
 
-/// Books of a payment provider that accepts idempotency keys: a charge for each key.
+/// Books of a payment provider that accepts idempotency keys: at most one charge for each key.
 #[derive(Default, Debug)]
 pub struct Charges(HashMap<String, Order>);
 
@@ -149,7 +151,7 @@ impl Charges {
     }
 }
 
-/// Result of an example.
+/// Result of an example, with the figures that its last table shows.
 #[derive(Debug)]
 pub struct Report {
     idempotent: bool,

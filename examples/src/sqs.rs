@@ -54,7 +54,7 @@ pub async fn redrive_policy(
 /// Sends `messages` to `queue`.
 ///
 /// # Errors
-/// The server's error, even if the server refused a single message.
+/// The server's error, also if the server refused only one of the messages.
 pub async fn publish(sqs: &Client, queue: &str, messages: &[Vec<u8>]) -> Result<(), Failure> {
     for messages in messages.chunks(10) {
         let entry = |(id, message): (usize, &Vec<u8>)| {
@@ -70,8 +70,8 @@ pub async fn publish(sqs: &Client, queue: &str, messages: &[Vec<u8>]) -> Result<
     Ok(())
 }
 
-/// Moves a message through the dead-letter queue back to its own queue, and receives it from there. These steps stand
-/// for `StartMessageMoveTask`, which the emulator lacks.
+/// Moves a message through the dead-letter queue back to its own queue, and receives it from there. These steps replace
+/// `StartMessageMoveTask`, which the emulator lacks.
 ///
 /// # Errors
 /// The server's error, or an error if the message has kept its id.

@@ -18,7 +18,7 @@ use tokio::sync::{Notify, oneshot};
 use super::redis::{LEASE, OWNER_CHECKED_SET, TTL, key, millis};
 use crate::Receipt;
 
-/// A connection with its script. Clones share it.
+/// A connection, and the script that completes a first run. Clones share the connection.
 #[derive(Clone)]
 pub struct Pipelined {
     gathering: Arc<Gathering>,
@@ -26,11 +26,11 @@ pub struct Pipelined {
     owners: Arc<AtomicU64>,
 }
 
-/// The commands for the next write.
+/// The commands that wait for the next write, and the tasks that wait for their answers.
 #[derive(Default)]
 struct Gathering {
     next: Mutex<Next>,
-    /// Notified by the first command of the next write.
+    /// Notified when the first command for the next write arrives.
     begun: Notify,
 }
 

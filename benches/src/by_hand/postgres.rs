@@ -26,8 +26,8 @@ const BLOG_RESERVE: &str = "INSERT INTO blog (key, status) VALUES ($1, 'pending'
 const BLOG_COMPLETE: &str = "UPDATE blog SET status = 'done', result = $2::text::jsonb WHERE key = $1";
 const BLOG_REPLAY: &str = "SELECT result::text FROM blog WHERE key = $1 AND status = 'done'";
 
-/// A connection with its statements. First runs by hand have their own table; replays by hand read the library's
-/// records.
+/// A connection and its prepared statements. First runs by hand have their own table; replays by hand read the
+/// library's records.
 pub struct ByHand {
     client: Client,
     reserve: Statement,

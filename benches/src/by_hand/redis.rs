@@ -20,8 +20,8 @@ pub(super) const OWNER_CHECKED_SET: &str = "\
     redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3]) \
     return 1";
 
-/// A connection with its script. The hand-written side uses the library's keys, so that it can read the
-/// library's records.
+/// A connection, and the script that completes a first run. The hand-written side uses the library's keys, so that it
+/// can read the library's records.
 #[derive(Clone)]
 pub struct ByHand {
     connection: MultiplexedConnection,
