@@ -131,7 +131,7 @@ fn main() -> ExitCode {
     ExitCode::from(u8::from(as_expected != [true; 4]))
 }
 
-/// Prints the findings, and returns whether the check found what it should.
+/// Prints the findings of a check, and returns whether the check found faults if and only if the handler is wrong.
 fn show(handler: &str, right: bool, report: &Report) -> bool {
     println!("{handler}: {report}\n");
     report.findings().is_empty() == right

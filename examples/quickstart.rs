@@ -29,7 +29,7 @@ const HANDLERS_PER_WORKER: usize = 8;
 
 type Failure = Box<dyn Error>;
 
-/// Results are retained for a week, and a failed payment is retried soon.
+/// Settings of the handler: results are retained for a week, and a failed payment is retried after a short pause.
 const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400))
     .backoff(Backoff::new(Duration::from_millis(50), Duration::from_secs(1)));
 
@@ -51,7 +51,8 @@ async fn charge_customer(app: &App, event: &Event) -> Result<Receipt, PaymentErr
     app.charge(event, payment_key).await
 }
 
-/// The consumer: the outcome of the call decides what happens to the message.
+/// The consumer of one worker: the outcome of each call decides whether its message is acknowledged, delivered again or
+/// set aside.
 async fn consume(app: Arc<App>) {
     while let Some(message) = app.world.queue.receive().await {
         app.count(Count::Delivery);

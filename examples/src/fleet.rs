@@ -321,7 +321,8 @@ fn arguments(program: &str, default_url: &str) -> Result<Option<String>, String>
     }
 }
 
-/// Returns the first messages: all except the slow ones.
+/// Returns the events and the payloads of all messages except those of the slow order, which are published later. One
+/// payload can't be read, and has no event.
 fn first_messages() -> (Vec<Event>, Vec<Vec<u8>>) {
     let event = |order: u64, copy, mishap| Event { order, cents: 100 + order, copy, mishap };
     let mut events =
@@ -348,7 +349,7 @@ fn payload(event: &Event) -> Vec<u8> {
 struct Fleet<'a> {
     run: &'a Run,
     workers: Vec<Child>,
-    /// Processes that were killed.
+    /// Ids of the worker processes that were killed.
     killed: BTreeSet<u32>,
     died: u32,
     stopped: u32,
@@ -361,14 +362,14 @@ impl Fleet<'_> {
         for _ in 0..WORKERS {
             self.workers.push(self.run.spawn()?);
         }
-        // One worker is stopped in the middle, and replaced.
+        // One worker is stopped after a third of the messages, and replaced.
         self.until(events.len() / 3).await?;
         let worker = self.workers.remove(0);
         self.stop(worker).await?;
         self.workers.push(self.run.spawn()?);
         self.until(payloads.len()).await?;
-        // No worker is killed from here on: each slow message is delivered once, although it takes longer than the
-        // broker waits.
+        // No worker is killed from here on, so each slow message must be delivered only once, although its handler
+        // takes longer than the broker waits.
         let slow: Vec<_> = slow_messages().iter().map(payload).collect();
         publish(self.run, &slow).await?;
         self.until(payloads.len() + slow.len()).await?;
@@ -378,7 +379,8 @@ impl Fleet<'_> {
         Ok(())
     }
 
-    /// Waits until this many messages are settled. Kills workers that have announced their death.
+    /// Waits until `settled` messages are acknowledged or set aside. Kills each worker that has written into the books
+    /// that it is dying, and replaces it.
     async fn until(&mut self, settled: usize) -> Result<(), Failure> {
         let began = Instant::now();
         loop {
