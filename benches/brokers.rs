@@ -78,7 +78,7 @@ async fn consume<M, F: Future<Output = ()>>(
     messages.take(count).for_each_concurrent(in_flight, handle).await;
 }
 
-/// Returns payloads of new orders.
+/// Returns the payloads of `count` orders that no message has named yet.
 fn payloads(count: u64) -> impl Iterator<Item = Vec<u8>> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let first = NEXT.fetch_add(count, Ordering::Relaxed);
@@ -137,7 +137,7 @@ impl Broker for JetStream {
         let stream = jetstream.create_stream(settings).await.expect("makes the stream");
         let settings = pull::Config { durable_name: Some("worker".to_owned()), ..Default::default() };
         let consumer = stream.create_consumer(settings).await.expect("makes the consumer");
-        // The client allows some thousand unconfirmed publications, and no more.
+        // The client allows only some thousand publications without a confirmation, so the bench publishes in portions.
         let payloads: Vec<_> = payloads(count).collect();
         for payloads in payloads.chunks(1_000) {
             let mut confirmed = Vec::new();
@@ -200,7 +200,7 @@ impl Broker for RabbitMq {
     }
 }
 
-/// A broker's process, killed when dropped.
+/// The process of a broker, killed when this value is dropped.
 struct Server {
     child: Child,
     port: u16,
@@ -294,7 +294,7 @@ fn main() {
     let effects = runtime.block_on(records.raw());
 
     let table = Table::new("Consumers", "thousand messages a second", "times its throughput");
-    // Each line is one of the two handlers, with 1 message or 64 messages in flight.
+    // Each line of the table shows one of the two handlers, with 1 message or 64 messages in flight.
     let compare = |name: &str, broker: &dyn Fn(&App, u64, usize) -> Duration| {
         for (what, effects) in [("that does nothing", None), ("that writes once", Some(effects.clone()))] {
             for (in_flight, least, goal) in [(1, 200, Goal::None), (64, 2_000, Goal::AtLeast(0.8))] {

@@ -37,7 +37,7 @@ async fn as_json(store: &MemoryStore, id: u64, label: &[u8]) -> Result<Label, Er
 /// Kinds of result, each with the name of its handler.
 const KINDS: [(&str, &str); 3] = [("Vec<u8>", "vec_of_u8"), ("Bytes", "bytes"), ("as JSON", "as_json")];
 
-/// Returns bytes like those of a compressed file.
+/// Returns `len` bytes that can't be compressed, like those of a compressed file.
 fn noise(len: usize) -> Vec<u8> {
     let mut state = 1_u64;
     let next = |_| {
@@ -76,7 +76,7 @@ fn calls(name: &str, len: usize, count: u64, rounds: usize) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime can be built");
     let (label, key) = (Bytes::from(noise(len)), |id: u64| format!("1/bytes::label/label:{id}"));
     let first = |kind: usize, store: &MemoryStore| each(count, |id| runtime.block_on(call(kind, store, id, &label)));
-    // Filled in advance for the replays by hand.
+    // The map that the hand-written replays read: filled before the measurement.
     let filled: DashMap<String, Vec<u8>> = DashMap::new();
     (0..count).for_each(|id| drop(filled.insert(key(id), label.to_vec())));
     let stores: Vec<_> = (0..KINDS.len())
@@ -95,7 +95,7 @@ fn calls(name: &str, len: usize, count: u64, rounds: usize) {
         println!("| {kind} | `{codec}` | {bytes} |");
     }
 
-    // First runs: each round has a new map, and new stores.
+    // First runs are measured with a new map and new stores in each round.
     let mut by_hand = || {
         let map: DashMap<String, Vec<u8>> = DashMap::new();
         each(count, |id| {
@@ -108,7 +108,7 @@ fn calls(name: &str, len: usize, count: u64, rounds: usize) {
     sides.extend(runs.iter_mut().map(|side| side as &mut dyn FnMut() -> f64));
     table(name, "first run", &alternate_all(rounds, &mut sides));
 
-    // Replays, from the filled map and stores.
+    // Replays are measured with the filled map and the filled stores.
     let mut by_hand = || each(count, |id| drop(black_box(filled.get(&key(id)).expect("is there").to_vec())));
     let mut runs: Vec<_> = (0..KINDS.len())
         .map(|kind| {

@@ -30,7 +30,7 @@ fn main() {
     for order_id in 0..orders {
         map.insert(key(order_id), (expires_at, serde_json::to_vec(&Receipt::of(order_id)).expect("encodes")));
     }
-    // Both sides measure processor time, so that the load of the machine does not count.
+    // Both sides measure processor time, which other processes on the machine do not change.
     let by_hand = || {
         let took = timed_on_cpu(|| {
             for order_id in 0..orders {

@@ -140,7 +140,7 @@ impl Workspace {
         assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
     }
 
-    /// Compiles only the crate `name`. Returns milliseconds: elapsed, and of processor time.
+    /// Compiles only the crate `name`. Returns the elapsed time and the processor time, in milliseconds.
     fn compile(&self, command: &str, name: &str) -> (f64, f64) {
         let path = self.0.join(name).join("src/lib.rs");
         let source = fs::read_to_string(&path).expect("was generated");

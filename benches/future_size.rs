@@ -5,7 +5,7 @@
 use idem_benches::is_wanted;
 use idem_runtime::{Error, MemoryStore, idempotent};
 
-/// Number of bytes held across an `await`, as handlers do with their buffers and messages.
+/// Number of bytes that a body holds across an `await`, as real handlers hold buffers and messages.
 const BYTES: usize = 512;
 
 async fn work(buffer: &[u8; BYTES]) -> u64 {

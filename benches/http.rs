@@ -51,7 +51,7 @@ const POLICY: Policy = Policy::new(Duration::from_secs(24 * 3600)).lease(Duratio
 /// Number of keys whose responses are replayed.
 const REPLAYED: usize = 500;
 
-/// Returns 1 KB of JSON.
+/// Returns the body of each request: 1 KB of JSON.
 fn payload() -> String {
     let body = json!({ "amount_cents": 129_900, "currency": "EUR", "note": "x".repeat(970) }).to_string();
     assert!((1000..1048).contains(&body.len()), "{}", body.len());
@@ -62,7 +62,7 @@ async fn echo(axum::Json(order): axum::Json<Value>) -> axum::Json<Value> {
     axum::Json(order)
 }
 
-/// Builds the route, behind the layer if `layer` is one.
+/// Builds the measured route, behind `layer` if there is one.
 fn route(layer: Option<IdempotencyLayer>) -> Router {
     let router = Router::new().route("/orders", post(echo));
     match layer {
@@ -161,7 +161,7 @@ fn throughput(runtime: &Runtime, layer: Option<IdempotencyLayer>, work: Work, co
     throughput_of(runtime, &mut Target::new(address, replays), work, connections)
 }
 
-/// Returns thousands of requests per second.
+/// Returns thousands of requests per second that `connections` clients make at `target`.
 fn throughput_of(runtime: &Runtime, target: &mut Target, work: Work, connections: usize) -> f64 {
     let each = sized(6000, 64).max(connections) / connections;
     let (replays, first) = (target.replays, target.next);
@@ -296,7 +296,7 @@ fn allocations() {
             let key = if is_replay { "order".to_owned() } else { format!("order-{number}") };
             let request = request(&key, &body);
             let app = app.clone();
-            // The request belongs to the client, so its allocations are not counted.
+            // The request is made before the measurement, because the allocations of a client are not the server's.
             measure(|| {
                 runtime.block_on(async {
                     let response = app.oneshot(request).await.expect("answers");
@@ -313,7 +313,7 @@ fn allocations() {
     }
 }
 
-/// Sends many duplicates of one request that still runs.
+/// Sends many duplicates of one request while its handler runs, and prints the time and the memory that they take.
 fn running_key() {
     let duplicates = sized(10_000, 200);
     println!("\n### HTTP: {duplicates} duplicates of one running key\n");

@@ -23,7 +23,7 @@ const RENEW: &str = "\
 
 struct Hall {
     entered: Barrier,
-    /// Semaphore that the handlers wait for, closed at the end.
+    /// Semaphore that the handlers wait for. Closing it at the end of the measurement lets them return.
     leave: Semaphore,
 }
 
@@ -33,7 +33,7 @@ async fn hold(store: &RedisStore, id: usize, hall: &Hall) -> Result<(), Error> {
     hall.leave.acquire().await.map_or(Ok(()), |_| Ok(()))
 }
 
-/// The server's counters so far.
+/// Counters of the server from its start until now.
 #[derive(Clone, Copy, Debug)]
 struct Counters {
     renewals: f64,
@@ -158,7 +158,8 @@ async fn bench(table: &Table) {
         }
         hall.entered.wait().await;
         let mut measured = Rounds::of(leases);
-        // The first beat still includes work from the start, so an extra round is discarded.
+        // The first beat may include work from the start of the handlers, so one round is added at the beginning and
+        // not counted.
         for round in 0..=rounds {
             let mut each = Rounds::of(leases);
             // On a busy machine a beat may come late, so that no lease is renewed in this second.

@@ -46,7 +46,7 @@ use tokio::task::JoinSet;
 
 const STORES: [&str; 6] = ["Memory", "SQLite", "Redis", "Redis Cluster", "PostgreSQL", "DynamoDB (emulator)"];
 const TASKS: [u64; 3] = [1, 64, 1024];
-/// Number of orders to replay.
+/// Number of orders that are shipped before the measurement, and whose results are then replayed.
 const SHIPPED: u64 = 1000;
 /// Number of orders whose keys are reserved during the whole bench, so that calls of them find a running attempt. Their
 /// numbers begin at `HELD_FROM`.
@@ -65,7 +65,7 @@ async fn render(store: &dyn Store, order_id: u64, page: &str) -> Result<String, 
 
 const LARGE: Policy = Policy::new(redis::TTL).max_result_bytes(2_000_000);
 
-/// Returns text that compresses poorly.
+/// Returns a text of `bytes` letters that compresses poorly.
 fn page(bytes: usize) -> Arc<str> {
     let mut state = 1_u64;
     let letter = |_| {
@@ -75,12 +75,12 @@ fn page(bytes: usize) -> Arc<str> {
     (0..bytes).map(letter).collect::<String>().into()
 }
 
-/// Keeps a handler running until the gate opens.
+/// Gate that keeps a handler running until the bench opens the gate, and counts the runs of the handler.
 #[derive(Debug)]
 struct Gate {
     runs: AtomicU64,
     entered: Semaphore,
-    /// Semaphore that the handler waits for, closed to let the handler end.
+    /// Semaphore that the handler waits for. Closing it opens the gate.
     leave: Semaphore,
 }
 
@@ -148,13 +148,13 @@ async fn call(store: &dyn Store, work: Work, order_id: u64) {
 /// Hand-written code that a line compares with the library; `None` if there is no such code for the store.
 enum Raw {
     None,
-    /// Redis by hand, with the client's default socket and with `TCP_NODELAY`.
+    /// Redis: two hand-written clients, one with the default socket, and one with `TCP_NODELAY`.
     Redis([redis::ByHand; 2]),
     Postgres(Vec<Arc<postgres::ByHand>>),
     Sqlite,
 }
 
-/// Makes a given number of calls, and returns thousands of calls per second.
+/// One side of a comparison: a function that makes a given number of calls, and returns thousands of calls per second.
 type Side<'a> = Box<dyn FnMut(u64) -> f64 + 'a>;
 
 /// A store, with its server if the store has a server.
@@ -171,7 +171,7 @@ struct Subject {
     largest_result: usize,
     /// Number of duplicates that may call concurrently.
     crowd: u64,
-    /// The store's server, dropped last.
+    /// The store's server. The field is the last one, so that the server is dropped after all its clients.
     _server: Box<dyn Any>,
 }
 
@@ -368,7 +368,7 @@ impl Subject {
         }
     }
 
-    /// Returns the raw sides; a line of the table compares with the best of them.
+    /// Returns the hand-written sides. A line of the table compares the library with the fastest of them.
     fn by_hand(&self, work: Work, tasks: u64) -> Vec<Side<'_>> {
         match &self.raw {
             Raw::None => Vec::new(),
@@ -424,7 +424,7 @@ impl Subject {
         })
     }
 
-    /// Starts a handler that runs until the gate opens.
+    /// Starts a call of `order_id` whose handler runs until `gate` opens.
     async fn start(&self, order_id: u64, gate: &Arc<Gate>) -> tokio::task::JoinHandle<()> {
         let (store, its_gate) = (Arc::clone(&self.store), Arc::clone(gate));
         let runner = tokio::spawn(async move {
@@ -440,7 +440,7 @@ impl Subject {
             if bytes > self.largest_result || bytes > sized(usize::MAX, 64_000) {
                 continue;
             }
-            // Each round records some 5 MB, so that the records fit into the memory of the machine.
+            // Each round records only some 5 MB, so that the records of all rounds fit into the memory of the machine.
             let count = sized((5_000_000 / bytes as u64).min(500), 16);
             let page = page(bytes);
             for work in [Work::FirstRun, Work::Replay] {
@@ -472,7 +472,7 @@ impl Subject {
         }
     }
 
-    /// Returns thousands of calls per second, with `page` as the result.
+    /// Returns thousands of calls per second of `count` calls, from order `first` on, whose result is `page`.
     fn result(&self, first: u64, count: u64, page: &Arc<str>) -> f64 {
         let calls = share(16, count, |_, calls| {
             let (store, page) = (Arc::clone(&self.store), Arc::clone(page));
@@ -527,7 +527,7 @@ impl Subject {
         }
         let table = self.table("leases", "ms", "result");
         let leases = self.runtime.block_on(hold(&self.store, "bench::leases", 0, self.leases));
-        // The number of waiting calls is limited, as in heartbeats.
+        // At most as many calls are in flight at a time as in a heartbeat.
         let upkeep = self.store.upkeep();
         let (mut elapsed, mut server, mut own) = (Vec::new(), Vec::new(), Vec::new());
         for round in 0..=sized(5, 1) {
@@ -644,7 +644,7 @@ fn all_calls(store: &FaultyStore) -> usize {
     calls.map(|call| store.count(call)).iter().sum()
 }
 
-/// Reserves orders for longer than the bench takes.
+/// Reserves `count` orders, from `from` on, for longer than the bench takes. Returns their leases.
 async fn hold(store: &Arc<dyn Store>, scope: &'static str, from: u64, count: u64) -> Vec<Lease> {
     let leases = Arc::new(Mutex::new(Vec::new()));
     share(count.min(256), count, |_, calls| {
@@ -669,7 +669,7 @@ fn cpu_of_children() -> f64 {
         let Some((pid, rest)) = stat.split_once(' ') else { continue };
         let fields: Vec<&str> = rest.rsplit_once(')').map_or(rest, |(_, rest)| rest).split_whitespace().collect();
         let field = |n: usize| fields.get(n).and_then(|it| it.parse::<u64>().ok()).unwrap_or_default();
-        // The fields from here: user and kernel time of the process, and of its ended children.
+        // Fields 11 to 14 after the name hold user and kernel time of the process, and of its ended children, in ticks.
         let ticks: u64 = (11..15).map(field).sum();
         processes.push((pid.parse::<u64>().unwrap_or_default(), field(1), ticks));
     }

@@ -28,7 +28,7 @@ type Map = DashMap<String, Record>;
 struct Record {
     owner: u64,
     expires_at: Instant,
-    /// `None` while pending.
+    /// The result as JSON; `None` while the handler runs.
     result: Option<Vec<u8>>,
 }
 
@@ -64,7 +64,7 @@ fn main() {
     let rounds = sized(151, 2);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().expect("a runtime can be built");
     let table = Table::new("Memory, one thread", "ns", "times its time");
-    // The bench measures processor time, so that the load of the machine does not count.
+    // The bench measures processor time, which other processes on the machine do not change.
     let ours = |store: &MemoryStore| {
         let took = timed_on_cpu(|| {
             runtime.block_on(async {

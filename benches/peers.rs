@@ -35,7 +35,7 @@ use idem_tests::postgres::PostgresServer;
 use idem_tests::server::{Kind, RedisServer};
 use tokio::runtime::Runtime;
 
-/// Number of orders to replay.
+/// Number of orders that are shipped before the measurement, and whose results are then replayed.
 const SHIPPED: u64 = 1000;
 
 #[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = "bench::ship")]
@@ -69,11 +69,11 @@ impl Work {
 /// Number of processes, and number of threads or tasks in each process.
 type Concurrency = (u64, u64);
 
-/// A library under test.
+/// A library, or a pattern of code by hand, whose throughput is measured.
 struct Side<'a> {
     name: &'static str,
     concurrencies: Vec<Concurrency>,
-    /// Makes a given number of calls, and returns thousands of calls per second.
+    /// Makes a given number of calls of a kind at a concurrency, and returns thousands of calls per second.
     run: Box<dyn Fn(Work, Concurrency, u64) -> f64 + 'a>,
     /// Goal for the throughput of `idem`, divided by the throughput of this side.
     goal: Goal,
@@ -81,14 +81,15 @@ struct Side<'a> {
 }
 
 impl<'a> Side<'a> {
-    /// Creates a side in this process.
+    /// Creates a side that runs in this process.
     fn here(name: &'static str, tasks: &[u64], goal: Goal, run: impl Fn(Work, u64, u64) -> f64 + 'a) -> Self {
         let concurrencies = tasks.iter().map(|tasks| (1, *tasks)).collect();
         let run = Box::new(move |work, (_, tasks), count| run(work, tasks, count));
         Self { name, concurrencies, run, goal, is_in_process: true }
     }
 
-    /// Creates a side in separate processes, which ship the orders for replays.
+    /// Creates a side that runs in separate processes, and lets these processes ship the orders that are replayed
+    /// later.
     fn there(name: &'static str, concurrencies: &[Concurrency], goal: Goal, mut peer: Peer) -> Self {
         peer.run("first", SHIPPED, concurrencies[0], 0);
         let peer = RefCell::new(peer);
@@ -104,7 +105,7 @@ impl<'a> Side<'a> {
         paced(target, least, move |count| (self.run)(work, concurrency, count))
     }
 
-    /// Returns the fastest concurrency. Each concurrency is measured twice.
+    /// Returns the concurrency of this side's list with the highest throughput. Each concurrency is measured twice.
     fn best(&self, work: Work) -> Concurrency {
         let measure = |concurrency: Concurrency| {
             let mut side = self.paced(work, concurrency, Duration::from_millis(sized(400, 1)));
@@ -214,7 +215,7 @@ fn on_redis(runtime: &Runtime) {
     compare(&table, Work::Replay, &sides);
     drop(sides);
 
-    // Each side replays from the memory of its process, without the network.
+    // In these lines, each side replays from the memory of its process, without a request to the server.
     let cached =
         Cached::new(RedisStore::clone(&runtime.block_on(RedisStore::connect(&server.url())).expect("connects")))
             .handle();

@@ -31,7 +31,7 @@ enum Work {
     Replay,
 }
 
-/// Number of orders to replay.
+/// Number of orders that are shipped before the measurement, and whose results are then replayed.
 const SHIPPED: u64 = 1000;
 
 impl Work {
@@ -176,7 +176,7 @@ fn main() {
         let (log, space) = bench.bytes(sized(100_000, 5000));
         table.value("bytes of log a first run, 64 tasks", &vec![log].into(), log, Goal::None);
         table.value("bytes of table and indexes a record", &vec![space].into(), space, Goal::None);
-        // Sessions report their counts when they end.
+        // The server adds the counts of a session to its statistics when the session ends.
         let Bench { server, runtime, store, by_hand } = bench;
         drop(store);
         let hot = runtime.block_on(async {

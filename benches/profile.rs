@@ -17,7 +17,7 @@ use idem_runtime::{Error, MemoryStore, PostgresStore, RedisStore, SqliteStore, S
 use idem_tests::postgres::PostgresServer;
 use idem_tests::server::{Kind, RedisServer};
 
-/// Number of orders to replay.
+/// Number of orders that are shipped before the measurement, and whose results are then replayed.
 const SHIPPED: u64 = 1000;
 
 #[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = "bench::ship")]

@@ -52,7 +52,7 @@ impl Work {
         }
     }
 
-    /// Returns the number of orders to choose from; each first run takes a new order.
+    /// Returns the number of orders among which calls of this kind choose. Each first run takes a new order.
     fn orders(self) -> u64 {
         match self {
             Self::FirstRun => u64::MAX,
@@ -115,7 +115,7 @@ impl Bench {
         Self { server, runtime, idem, default, nodelay, limit }
     }
 
-    /// Deletes all keys but no script, and prepares the orders for `work`.
+    /// Deletes all keys of the server, but keeps its scripts, and prepares the orders that `work` needs.
     fn prepare(&self, work: Work) {
         self.runtime.block_on(async {
             let flush = redis::cmd("FLUSHDB").exec_async(&mut self.server.raw().await).await;

@@ -59,7 +59,7 @@ BEGIN
   END LOOP;
 END $$";
 
-/// Bytes of the heap, of the primary key and of the index of times, over all partitions.
+/// Query for the bytes of the heap, of the primary key and of the index of times, summed over all partitions.
 const SIZES: &str = "SELECT coalesce(sum(pg_relation_size(c.oid)) FILTER (WHERE c.relkind = 'r'), 0)::int8, \
      coalesce(sum(pg_relation_size(c.oid)) FILTER (WHERE c.relname LIKE '%pkey'), 0)::int8, \
      coalesce(sum(pg_relation_size(c.oid)) FILTER (WHERE c.relname LIKE '%listed_at%'), 0)::int8 \
@@ -89,7 +89,7 @@ async fn reserve(store: &PostgresStore, text: String) -> Reservation {
     store.reserve(&request).await.expect("answers")
 }
 
-/// Makes a first run of a new key.
+/// Makes a first run of the new key `text`, whose result has `bytes` bytes, with `beats` renewals.
 async fn first_run(store: &PostgresStore, text: String, bytes: usize, beats: usize) {
     let Reservation::Granted { lease, .. } = reserve(store, text).await else { panic!("the key is new") };
     for _ in 0..beats {
@@ -102,12 +102,12 @@ async fn finish(store: &PostgresStore, lease: &Lease, bytes: usize) {
     assert_eq!(store.finish(lease, &result(bytes)).await.expect("finishes"), Verdict::Applied);
 }
 
-/// Returns the time in milliseconds.
+/// Converts a time to milliseconds.
 fn ms(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// Formats times in milliseconds: their number, median, 99th percentile and maximum.
+/// Formats a list of times in milliseconds as their number, median, 99th percentile and maximum.
 fn spread(mut times: Vec<f64>) -> String {
     times.sort_by(f64::total_cmp);
     let at = |share: f64| times.get(((times.len() as f64 - 1.0) * share) as usize).copied().unwrap_or_default();
@@ -246,7 +246,7 @@ impl Bench {
         bench.raw.batch_execute("VACUUM idem.records").await.expect("vacuums");
         println!("a vacuum of what autovacuum left: {:.0} s", began.elapsed().as_secs_f64());
         bench.sizes("vacuumed").await;
-        // Sessions report their counts within about a second.
+        // The server adds the counts of its sessions to its statistics within about a second.
         tokio::time::sleep(Duration::from_secs(2)).await;
         let stats = "SELECT coalesce(sum(idx_scan), 0)::int8, coalesce(sum(n_tup_hot_upd * 1000) / nullif(sum(n_tup_upd), 0), 0)::int8, \
                      coalesce(sum(autovacuum_count), 0)::int8 FROM pg_stat_user_tables WHERE schemaname = 'idem'";

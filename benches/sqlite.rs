@@ -30,7 +30,7 @@ async fn ship(store: &SqliteStore, order_id: u64) -> Result<Receipt, Error> {
     Ok(Receipt::of(order_id))
 }
 
-/// Number of orders to replay.
+/// Number of orders that are shipped before the measurement, and whose results are then replayed.
 const ORDERS: u64 = 1000;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -39,7 +39,7 @@ enum Work {
     Replay,
 }
 
-/// Raw side with which a line compares the library.
+/// Hand-written code with which a line compares the library.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Against {
     OneCommitPerStep,
@@ -103,7 +103,7 @@ impl Bench {
         });
     }
 
-    /// Returns thousands of calls per second by `tasks` tasks.
+    /// Returns thousands of calls per second that `tasks` tasks make with the library.
     fn idem(&self, work: Work, tasks: u64, count: u64) -> f64 {
         let took = self.with_store(|store| match work {
             Work::FirstRun => {

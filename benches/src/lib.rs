@@ -38,7 +38,7 @@ pub fn is_wanted(work: &str) -> bool {
     filters.peek().is_none() || filters.any(|filter| work.contains(&filter))
 }
 
-/// Reserves an order for longer than any bench takes.
+/// Reserves `order_id` for longer than any bench takes, and returns the lease.
 ///
 /// # Panics
 /// If the order can't be reserved.
@@ -55,14 +55,14 @@ pub async fn hold(store: &dyn Store, scope: &'static str, order_id: u64) -> Leas
     }
 }
 
-/// Returns the duration of `work`.
+/// Runs `work`, and returns the elapsed time.
 pub fn timed(work: impl FnOnce()) -> Duration {
     let started = Instant::now();
     work();
     started.elapsed()
 }
 
-/// Returns the processor time of this thread during `work`, which excludes the load of other processes.
+/// Runs `work`, and returns the processor time of this thread, which other processes do not change.
 pub fn timed_on_cpu(work: impl FnOnce()) -> Duration {
     let now = || {
         let now = clock_gettime(ClockId::ThreadCPUTime);
@@ -73,12 +73,12 @@ pub fn timed_on_cpu(work: impl FnOnce()) -> Duration {
     now().saturating_sub(started)
 }
 
-/// Converts to nanoseconds per call.
+/// Converts the time that `count` calls took to nanoseconds per call.
 pub fn nanos_each(took: Duration, count: usize) -> f64 {
     took.as_nanos() as f64 / count as f64
 }
 
-/// Converts to thousands of calls per second.
+/// Converts the time that `count` calls took to thousands of calls per second.
 pub fn thousands_per_second(took: Duration, count: usize) -> f64 {
     count as f64 / took.as_secs_f64() / 1e3
 }
@@ -88,7 +88,7 @@ pub fn thousands_per_second(took: Duration, count: usize) -> f64 {
 pub struct Samples(Vec<f64>);
 
 impl Samples {
-    /// Returns the median.
+    /// Returns the median of the rounds.
     pub fn median(&self) -> f64 {
         quantile(&self.0, 0.5)
     }
@@ -98,7 +98,7 @@ impl Samples {
         (quantile(&self.0, 0.25), quantile(&self.0, 0.75))
     }
 
-    /// Returns the largest value.
+    /// Returns the largest value of all rounds.
     pub fn max(&self) -> f64 {
         quantile(&self.0, 1.0)
     }
@@ -171,11 +171,11 @@ pub fn paced(target: Duration, least: u64, mut side: impl FnMut(u64) -> f64) -> 
 /// Goal for the result of a line: a missed goal is printed, and does not fail the bench.
 #[derive(Clone, Copy, Debug)]
 pub enum Goal {
-    /// At least this value.
+    /// The result should be this value or more.
     AtLeast(f64),
-    /// At most this value.
+    /// The result should be this value or less.
     AtMost(f64),
-    /// No goal: for comparison only.
+    /// The line has no goal, and only allows a comparison.
     None,
 }
 
@@ -189,19 +189,19 @@ pub struct Table {
     has_limit: bool,
 }
 
-/// The sides of a line.
+/// Measurements of the sides that a line of a table compares.
 #[derive(Clone, Copy, Debug)]
 pub struct Sides<'a> {
-    /// The hand-written side.
+    /// Measurements of the hand-written code.
     pub raw: &'a Samples,
-    /// A client that does only the necessary work: the upper limit.
+    /// Measurements of a client that does only the necessary work, as an upper limit for the library.
     pub limit: Option<&'a Samples>,
-    /// The library.
+    /// Measurements of the library.
     pub idem: &'a Samples,
 }
 
 impl Table {
-    /// Prints the head. `result` names the result of a line, for example `ratio`.
+    /// Prints the head of a table. `result` names the result of a line, for example `ratio`.
     pub fn new(title: &str, unit: &str, result: &str) -> Self {
         Self::headed(title, unit, result, "")
     }
@@ -306,7 +306,7 @@ fn bench_name() -> String {
     name.rsplit_once('-').map_or_else(|| name.to_string(), |(name, _)| name.to_owned())
 }
 
-/// Returns the number before "task" or "tasks".
+/// Returns the number of tasks in the name of a line: the number before "task" or "tasks".
 fn tasks_of(work: &str) -> Option<u64> {
     let words: Vec<&str> = work.split([' ', ',', ')']).collect();
     words.windows(2).find(|pair| pair[1].starts_with("task")).and_then(|pair| pair[0].parse().ok())
@@ -349,7 +349,7 @@ fn figure(value: f64) -> String {
     }
 }
 
-/// A result of some 150 bytes of JSON.
+/// The result of the benches' handlers: some 150 bytes of JSON.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[allow(missing_docs)]
 pub struct Receipt {
@@ -363,7 +363,7 @@ pub struct Receipt {
 }
 
 impl Receipt {
-    /// Returns the result of a trivial handler.
+    /// Returns the result for this order, without any other work.
     pub fn of(order_id: u64) -> Self {
         Self {
             order_id,
@@ -404,7 +404,7 @@ mod tests {
     #[test]
     fn a_paced_side_makes_as_many_calls_as_fit() {
         let made = std::cell::RefCell::new(Vec::new());
-        // 10 thousand per second, after slow first calls.
+        // This side makes 10 thousand calls per second, after slow first calls.
         let side = |count: u64| {
             made.borrow_mut().push(count);
             if count < 100 { 1.0 } else { 10.0 }

@@ -14,7 +14,7 @@ use idempotent::store::valkey::ValkeyStore;
 use idempotent::store::{IdempotencyStore, InsertResult};
 use serde::{Deserialize, Serialize};
 
-/// Number of orders to replay.
+/// Number of orders that are shipped before the measurement, and whose results are then replayed.
 const SHIPPED: u64 = 1000;
 const TTL: Duration = Duration::from_secs(7 * 86_400);
 

@@ -58,7 +58,7 @@ impl Pipelined {
         connected
     }
 
-    /// Returns the server's answer to a command, not decoded.
+    /// Sends a command, and returns the server's answer, not decoded.
     async fn ask(&self, command: &[&[u8]]) -> Bytes {
         let (sender, answer) = oneshot::channel();
         let is_first = {
@@ -88,7 +88,7 @@ impl Pipelined {
         self.run(order_id, || Receipt::of(order_id)).await
     }
 
-    /// Makes a first run with a handler of any result.
+    /// Makes a first run with the given handler, whose result can have any type.
     pub async fn run<T: Serialize>(&self, order_id: u64, handler: impl FnOnce() -> T) -> T {
         let key = key(order_id);
         let owner = format!("{:016}", self.owners.fetch_add(1, Ordering::Relaxed));
@@ -109,7 +109,8 @@ impl Pipelined {
         found
     }
 
-    /// Makes a call of a held order: `SET key owner NX GET PX lease`, which finds another owner.
+    /// Makes a call of an order that another owner has reserved: `SET key owner NX GET PX lease` returns that owner's
+    /// value.
     pub async fn in_progress(&self, order_id: u64) -> Bytes {
         let found = self.reserve(&key(order_id), "0000000000000000").await;
         assert!(found.len() > 5, "nobody has it");
@@ -159,7 +160,7 @@ fn whole(read: &BytesMut) -> Option<usize> {
     }
 }
 
-/// Returns the string inside an answer.
+/// Returns the string that an answer contains, without its length and line ends.
 fn value(answer: &Bytes) -> &[u8] {
     let line = answer.iter().position(|byte| *byte == b'\n').expect("a whole answer") + 1;
     &answer[line..answer.len() - 2]
@@ -169,7 +170,7 @@ fn number(digits: &[u8]) -> usize {
     std::str::from_utf8(digits).ok().and_then(|digits| digits.parse().ok()).expect("a number")
 }
 
-/// Writes a number in the protocol's form: `*7\r\n` or `$24\r\n`.
+/// Writes a number with its kind, in the form of the Redis protocol: `*7\r\n` or `$24\r\n`.
 fn write_number(bytes: &mut Vec<u8>, kind: u8, number: usize) {
     use std::io::Write as _;
     bytes.push(kind);

@@ -62,7 +62,7 @@ impl ByHand {
         self.run(order_id, || Receipt::of(order_id)).await
     }
 
-    /// Makes a first run with a handler of any result.
+    /// Makes a first run with the given handler, whose result can have any type.
     pub async fn run<T: Serialize>(&self, order_id: u64, handler: impl FnOnce() -> T) -> T {
         assert_eq!(self.reserve(order_id).await, 1, "another owner holds the key");
         let result = handler();
@@ -73,7 +73,8 @@ impl ByHand {
         result
     }
 
-    /// Returns the number of rows that the reservation inserted: zero if another call has reserved the order.
+    /// Reserves the order. Returns the number of rows that the reservation inserted: zero if another call has reserved
+    /// the order.
     pub async fn reserve(&self, order_id: u64) -> u64 {
         let (key, owner) = (key(order_id), owner(order_id));
         let made = self.client.execute(&self.reserve, &[&key, &owner.as_bytes(), &LEASE_MS, &TTL_MS]).await;

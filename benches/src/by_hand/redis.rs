@@ -13,7 +13,7 @@ use serde::de::DeserializeOwned;
 use crate::Receipt;
 
 pub(super) const LEASE: Duration = Policy::DEFAULT_LEASE;
-/// Retention of results.
+/// Retention of results, also in the policies of the benches' handlers.
 pub const TTL: Duration = Duration::from_secs(7 * 86_400);
 pub(super) const OWNER_CHECKED_SET: &str = "\
     if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end \
@@ -55,7 +55,7 @@ impl ByHand {
         self.run(order_id, || Receipt::of(order_id)).await
     }
 
-    /// Makes a first run with a handler of any result.
+    /// Makes a first run with the given handler, whose result can have any type.
     pub async fn run<T: serde::Serialize>(&mut self, order_id: u64, handler: impl FnOnce() -> T) -> T {
         let key = key(order_id);
         let owner = format!("{:016}", self.owners.fetch_add(1, Ordering::Relaxed));
@@ -77,7 +77,8 @@ impl ByHand {
         Json::decode(result(&record)).expect("decodes")
     }
 
-    /// Makes a call of a held order: `SET key owner NX GET PX lease`, which finds another owner.
+    /// Makes a call of an order that another owner has reserved: `SET key owner NX GET PX lease` returns that owner's
+    /// value.
     pub async fn in_progress(&mut self, order_id: u64) -> Vec<u8> {
         self.reserve(&key(order_id), "0000000000000000").await.expect("somebody has it")
     }

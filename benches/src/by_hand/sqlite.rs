@@ -13,7 +13,7 @@ use tokio::task::JoinSet;
 use crate::by_hand::new_orders;
 use crate::{Receipt, thousands_per_second, timed};
 
-/// A connection that threads use in turn.
+/// A connection to the file, which threads use in turn.
 pub struct ByHand(Mutex<Connection>);
 
 /// A step of a first run, and the channel to the task that waits for the step.
@@ -68,7 +68,7 @@ impl<'c> Steps<'c> {
 }
 
 impl ByHand {
-    /// Opens the file, and creates the table.
+    /// Opens the file at `path`, and creates the table of the hand-written side.
     pub fn open(path: &Path, synchronous: Synchronous) -> Self {
         let connection = Connection::open(path).expect("opens");
         let synchronous = if synchronous == Synchronous::Full { "FULL" } else { "NORMAL" };
