@@ -1,4 +1,5 @@
-//! The whole loop of a consumer with `#[idempotent]`, compared with the loop without the attribute, broker included.
+//! Measures the whole loop of a consumer with `#[idempotent]`, including the work of the broker, compared with the same
+//! loop without the attribute.
 //!
 //! A round publishes messages, which is not measured, and then consumes and acknowledges all of them. Records are in a
 //! separate Redis. There are two handlers: one does nothing, so its lines show every cost of the library; the other

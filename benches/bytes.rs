@@ -1,8 +1,8 @@
-//! Results and payloads that are bytes: their recorded form, the cost of a call, the cost of a fingerprint.
+//! Measures results and payloads that are bytes: their recorded form, the cost of a call, the cost of a fingerprint.
 //!
-//! By hand: a `DashMap` from the same formatted key to a copy of the bytes, and a copy of the bytes for each replay.
-//! *As JSON* is the form of bytes inside a result: an array of numbers. A fingerprint of bytes is compared with the
-//! fingerprint of a text of the same length.
+//! The hand-written side is a `DashMap` that maps the same formatted key to a copy of the bytes; a replay copies these
+//! bytes again. The lines *as JSON* measure bytes that are a field of a struct, which JSON writes as an array of
+//! numbers. A fingerprint of bytes is compared with the fingerprint of a text of the same length.
 
 use std::hint::black_box;
 

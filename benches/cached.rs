@@ -1,7 +1,8 @@
-//! A replay through `Cached`, compared with a hand-written map.
+//! Measures a replay through `Cached`, compared with a hand-written map.
 //!
-//! By hand: a `DashMap` from the same formatted key to the result as JSON and its expiry, looked up and decoded. The
-//! map compares no fingerprint and has no bound. The store behind the cache counts its calls; a replay must make none.
+//! The hand-written side is a `DashMap` that maps the same formatted key to the result as JSON and its expiry; a replay
+//! looks up the key and decodes the result. The map compares no fingerprint and has no bound. The store behind the
+//! cache counts its calls; a replay must not call this store.
 
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
 

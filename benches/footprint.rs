@@ -1,8 +1,8 @@
-//! Memory of records and calls: bytes per record of a `MemoryStore`, and allocations per call.
+//! Counts the bytes per record of a `MemoryStore`, and the allocations per call.
 //!
-//! No time is measured. *Asked for* is the memory requested from the allocator, which is equal on every machine;
-//! *resident* is the growth of the process, with the allocator's overhead, measured for the first line of a run only.
-//! Records are counted while the store fills: the worst moment is just after its tables have grown.
+//! No time is measured. In the tables, *asked for* is the memory requested from the allocator, which is equal on every
+//! machine; *resident* is the growth of the process, with the allocator's overhead, measured for the first line of a
+//! run only. Records are counted while the store fills: the worst moment is just after its tables have grown.
 
 #![allow(clippy::cast_precision_loss)] // Counts are far below 2^52.
 

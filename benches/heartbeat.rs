@@ -1,4 +1,5 @@
-//! Cost of keeping a lease alive for a handler that ends long before its first beat.
+//! Measures the cost of heartbeats for a handler that returns long before the first renewal of its lease. The raw side
+//! is hand-written code.
 //!
 //! - *Ready at once*: the lease is registered before the only poll, and deregistered after it. No variant of the
 //!   library omits the registration, so the raw side is the protocol by hand over the same store: the same key, an
@@ -6,7 +7,8 @@
 //! - *Pends once*: the handler is polled once more, and its lease is checked before that poll. The raw side is
 //!   pending once just before the same call: the number of polls and the work of the library are equal, but no
 //!   lease is checked.
-//! - *A task for each call*: compared with the same raw side, a renewal task spawned and aborted for each call.
+//! - *A task for each call*: the same raw side, compared with a variant of it that spawns and aborts a renewal task for
+//!   each call.
 
 use std::future::poll_fn;
 use std::hint::black_box;

@@ -1,9 +1,9 @@
-//! The whole library on a `MemoryStore`, compared with a hand-written map.
+//! Measures the whole library on a `MemoryStore`, compared with a hand-written map.
 //!
-//! By hand: a `DashMap` from the same formatted key to the state, its owner and its expiry. A first run inserts
-//! "pending" unless there is a valid entry, runs the handler, and replaces the entry by the result as JSON if the entry
-//! still has the same owner. A duplicate gets the entry, checks its expiry, and decodes it. The map renews no lease,
-//! and has no bound.
+//! The hand-written side is a `DashMap` that maps the same formatted key to the state of the operation, its owner and
+//! its expiry. A first run inserts "pending" unless there is a valid entry, runs the handler, and replaces the entry by
+//! the result as JSON if the entry still has the same owner. A duplicate gets the entry, checks its expiry, and decodes
+//! it. The map renews no lease, and has no bound.
 
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
 

@@ -1,7 +1,7 @@
-//! Other libraries compared with this one: the same server, the same work, each library at its best concurrency.
+//! Compares other libraries with this one: the same server, the same work, each library at its best concurrency.
 //!
-//! *First* is a new order: reserve it, run a handler that does nothing, record 150 bytes of JSON. *Replay* is a known
-//! order, whose result is returned decoded.
+//! *First* lines measure calls for new orders: they reserve the order, run a handler that does nothing, and record 150
+//! bytes of JSON. *Replay* lines measure calls for recorded orders, which return the result decoded.
 //!
 //! | side | implementation |
 //! |---|---|

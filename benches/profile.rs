@@ -1,4 +1,5 @@
-//! A loop for a profiler: `./scripts/bench share` runs it under `perf` and shows the distribution of time.
+//! A loop for a profiler: `./scripts/bench share` runs it under `perf` and shows the share of time that each part of
+//! the code takes.
 //!
 //! `-- memory replay 1 5` makes replays on a `MemoryStore` with one task for 5 seconds. The other stores are `redis`,
 //! `postgres` and `sqlite`, and the other work is `first`. Without arguments, both kinds of work run briefly on a

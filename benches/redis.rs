@@ -5,8 +5,8 @@
 //! - *Replay*, by hand: `GET` of the same record that the library replays, decoded by the same codec.
 //! - *In progress*, by hand: `SET key owner NX GET PX lease` that finds another owner.
 //!
-//! By hand there are two connections: with the client's defaults, and with `TCP_NODELAY`. A line compares with the
-//! better of the two. Server and client share the machine.
+//! The hand-written code is measured over two connections: one with the client's defaults, and one with `TCP_NODELAY`.
+//! A line compares the library with the faster of the two. Server and client share the machine.
 //!
 //! *Limit* is the same work over a hand-written client (`by_hand::pipelined`), which writes the commands of all tasks
 //! together and decodes nothing.

@@ -23,7 +23,7 @@ pub const CALLER: &str = "SHOP_CALLER";
 /// Error after which the example can't go on.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// An external system that pays once for each key.
+/// A bank that pays once for each key, and remembers payments as files in a folder (its books).
 #[derive(Clone)]
 pub struct Bank(PathBuf);
 
@@ -75,7 +75,7 @@ impl Bank {
     }
 }
 
-/// A server, and a connection to it.
+/// A server process of the example, and the client's connection to this server.
 pub struct Connection(Child, RunningService<RoleClient, ()>);
 
 impl Connection {

@@ -9,7 +9,7 @@ const BUNDLED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/data/orders.jsonl");
 /// The command line of an example.
 #[derive(PartialEq, Eq, Debug)]
 pub struct Arguments {
-    /// Source of the orders.
+    /// Place from which the orders are read.
     pub source: Source,
     /// False for `--without-idempotency`.
     pub idempotent: bool,
@@ -34,7 +34,7 @@ impl Arguments {
     /// Reads the command line, without the program's name. Returns `None` if the user asks for help.
     ///
     /// # Errors
-    /// A message about the invalid argument.
+    /// Returns a message about the invalid argument.
     pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Option<Self>, String> {
         let mut arguments = Self { source: Source::Bundled, idempotent: true, fresh: false, die_after: None };
         let mut args = args.into_iter();
@@ -63,7 +63,7 @@ impl Source {
     /// Reads all orders.
     ///
     /// # Errors
-    /// The error of the file or of standard input.
+    /// Returns the error of the file or of standard input.
     pub fn read(&self) -> io::Result<Vec<u8>> {
         match self {
             Self::Bundled => fs::read(BUNDLED),

@@ -58,7 +58,7 @@ enum Mishap {
 pub struct Event {
     /// The order, which identifies the operation.
     pub order: u64,
-    /// The amount.
+    /// The amount, in cents.
     pub cents: u64,
     /// Number of this message among several messages about the same order. A real producer that publishes a message
     /// again sends no such number.
@@ -71,7 +71,7 @@ pub struct Event {
 pub struct Receipt {
     /// The key of the payment at the bank.
     pub payment: String,
-    /// The amount.
+    /// The amount, in cents.
     pub cents: u64,
 }
 

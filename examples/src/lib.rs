@@ -39,7 +39,7 @@ pub use plain_http::PlainHttp;
 pub use queue::{Message, Queue};
 pub use report::{Charges, Count, Counts, Report, counts};
 
-/// Runs an example: reads the orders, lets `deliver` charge them, and prints the result.
+/// Runs an example: reads the orders, lets `deliver` charge them, and prints the table of counts.
 ///
 /// The exit code is 0 if every order was charged and handled exactly once, 1 if not, and 2 if the example could not
 /// run.
@@ -85,7 +85,7 @@ pub fn explain(error: &dyn Error) -> String {
     }
 }
 
-/// Prints `text`. A closed output (`| head`) does not change the exit code.
+/// Prints `text`. If the output is closed (`| head`), the text is lost, and the exit code does not change.
 fn show(text: &str) {
     let _ = io::stdout().write_all(text.as_bytes());
 }

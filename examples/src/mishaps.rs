@@ -23,7 +23,7 @@ impl Mishap {
     pub fn of(event: &Event, is_first: bool) -> Self {
         match event.index {
             _ if !is_first => Self::None,
-            // In a long file few workers die, because each death takes time.
+            // Only orders of the first 2,000 events kill a worker, because each death takes time.
             index @ ..2_000 if index % 500 == 5 => Self::WorkerDies,
             index @ ..2_000 if index % 200 == 2 => Self::Slow,
             index if index % 20 == 1 => Self::Unreachable,

@@ -4,14 +4,14 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// A paid order, one line of the file.
+/// An order to be charged: one line of the file.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize, Debug)]
 pub struct Order {
     /// Identifies the order; two lines with the same id are about the same order.
     pub order_id: String,
     /// The customer who is charged.
     pub customer: String,
-    /// The amount.
+    /// The amount, in cents.
     pub amount_cents: u64,
     /// The currency, as three capital letters.
     pub currency: String,
@@ -27,7 +27,7 @@ impl fmt::Display for Order {
 /// An order and its place in the file.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize, Debug)]
 pub struct Event {
-    /// Index among the valid lines, from 0.
+    /// Index of the order among the valid lines of the file, from 0.
     pub index: usize,
     /// Number of the line, from 1.
     pub line: usize,
@@ -40,7 +40,7 @@ pub struct Event {
 pub struct Malformed {
     /// Number of the line, from 1.
     pub line: usize,
-    /// The reason.
+    /// Reason why the line is not an order.
     pub reason: String,
 }
 

@@ -34,13 +34,13 @@ struct Messages {
 /// A delivered message.
 #[derive(Debug)]
 pub struct Message {
-    /// The content of the message.
+    /// The order event that the message contains.
     pub event: Arc<Event>,
     receipt: Receipt,
 }
 
 impl Queue {
-    /// Creates a queue with these messages.
+    /// Creates a queue that delivers a message for each event, all of them due immediately.
     pub fn new<'a>(events: impl IntoIterator<Item = &'a Event>) -> Self {
         let now = Instant::now();
         let by_time: BTreeMap<_, _> =
@@ -58,7 +58,7 @@ impl Queue {
         }
     }
 
-    /// Acknowledges the message, which has been handled.
+    /// Removes the message from the queue, because it has been handled.
     pub fn ack(&self, message: &Message) {
         self.messages().by_time.remove(&message.receipt);
     }

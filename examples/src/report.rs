@@ -7,7 +7,7 @@ use idem_runtime::{Disposition, Outcome, Refusal};
 
 use crate::{Event, Order};
 
-/// An event that is counted.
+/// A kind of event that an example counts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Count {
     /// A message was delivered.
@@ -39,7 +39,7 @@ pub enum Count {
 }
 
 impl Count {
-    /// All counts.
+    /// All kinds of counts, in the order of the table.
     pub const ALL: [Self; 13] = [
         Self::Delivery,
         Self::Handled,
@@ -60,7 +60,7 @@ impl Count {
     /// worker.
     const ENDS: [Self; 5] = [Self::Handled, Self::Replay, Self::Failure, Self::InProgress, Self::DeadLetter];
 
-    /// Returns the name in the table.
+    /// Returns the name of the count in the table.
     pub fn name(self) -> &'static str {
         match self {
             Self::Delivery => "deliveries",
@@ -79,7 +79,7 @@ impl Count {
         }
     }
 
-    /// Returns the explanation in the table.
+    /// Returns the explanation of the count in the table.
     fn note(self, idempotent: bool) -> &'static str {
         match self {
             Self::Delivery => "each message at least once; they ended in these ways:",
@@ -166,7 +166,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Compares the file with the charges.
+    /// Compares the orders in the file with the charges of the payment provider.
     ///
     /// If the file has several amounts for one order, any of these amounts is right; the other messages are dead
     /// letters.
@@ -210,7 +210,7 @@ impl Report {
         self.counts.get(Count::Delivery).saturating_sub(ended)
     }
 
-    /// Lists the problems, each in a few words.
+    /// Lists the reasons why the result is not correct, each in a few words.
     fn problems(&self) -> Vec<String> {
         let mut problems = Vec::new();
         let mut add = |is_wrong: bool, problem: String| problems.extend(is_wrong.then_some(problem));

@@ -9,7 +9,7 @@ use aws_sdk_sqs::types::{Message, QueueAttributeName, SendMessageBatchRequestEnt
 use crate::PlainHttp;
 use crate::fleet::Failure;
 
-/// Creates a client of an emulator. With AWS, use a client of `aws_config::load_defaults` instead.
+/// Creates a client of the emulator at `url`. With AWS, use a client of `aws_config::load_defaults` instead.
 pub fn client(url: &str) -> Client {
     let config = Config::builder()
         .behavior_version(BehaviorVersion::v2026_01_12())

@@ -105,7 +105,8 @@ async fn work(run: Run) -> Result<(), Failure> {
         shutdown.await;
         Ok::<_, io::Error>(())
     };
-    // The worker finishes its running tasks, but may never end. The queue hands out cancelled tasks again.
+    // After the stop signal the worker finishes its running tasks, but its future may never end, so it is dropped after
+    // `GRACE`. The queue hands out the dropped tasks again.
     let late = async move {
         late.await;
         sleep(GRACE).await;
