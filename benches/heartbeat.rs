@@ -1,5 +1,5 @@
-//! Measures the cost of heartbeats for a handler that returns long before the first renewal of its lease. The raw side
-//! is hand-written code.
+//! Measures the cost of heartbeats for a handler that returns long before the first renewal of its lease. Each line
+//! compares two sides: the library, and a raw side that lacks the measured part.
 //!
 //! - *Ready at once*: the lease is registered before the only poll, and deregistered after it. No variant of the
 //!   library omits the registration, so the raw side is the protocol by hand over the same store: the same key, an

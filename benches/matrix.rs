@@ -1,15 +1,15 @@
-//! Measures the same work on every store, so that users can choose a store. If the store has a client library, the work
-//! is also done by hand with this client.
+//! Measures the same work on every store, so that users can choose a store. On Redis, PostgreSQL and SQLite, the work
+//! is also done by hand with the client of the server or the file.
 //!
-//! - *First run, replay, in progress*: thousands of calls per second by 1, 64 and 1024 tasks. By hand as in the benches
-//!   `redis`, `postgres` and `sqlite`, which explain more; a replay and a refusal on SQLite are a `SELECT` in a bare
-//!   loop.
-//! - *Wait*: duplicates in another handle wait for a running attempt. Milliseconds from the end of its handler until
-//!   the last duplicate has the result.
+//! - *First run, replay, in progress*: thousands of calls per second by 1, 64 and 1024 tasks. The hand-written code is
+//!   that of the benches `redis`, `postgres` and `sqlite`, which describe it; a replay and a refusal on SQLite are a
+//!   `SELECT` in a bare loop.
+//! - *Wait*: duplicates in another handle wait for a running attempt. The figure is the time in milliseconds from the
+//!   end of its handler until the last duplicate has the result.
 //! - *Results*: thousands of calls per second by 16 tasks, with results of 1 KB, 64 KB and 1 MB.
 //! - *Leases*: elapsed time and processor time of one renewal of 100 000 leases.
 //! - *Hot key*: 10 000 concurrent duplicates from another handle: while the handler runs, after its end, and waiting
-//!   for its end. The store calls are counted, and more than one per duplicate ends the bench.
+//!   for its end. The calls of the store are counted, and the bench fails if a duplicate costs more than one call.
 //!
 //! A round has a duration, not a number of calls, so the bench takes some 6 minutes on any machine. DynamoDB is an
 //! emulator here, without optimisation and with one request at a time: its figures show the speed of the emulator. The
