@@ -33,7 +33,7 @@ async fn pay(amount: String) -> Result<(StatusCode, String), StatusCode> {
     Ok((StatusCode::CREATED, format!("{amount} cents are paid with {charge}\n")))
 }
 
-/// In place of your authentication. It runs outside of the layer, and identifies the customer, not the token.
+/// Stands in for your authentication, which runs outside of the layer, and identifies the customer, not the token.
 async fn authenticate(mut request: Request, next: Next) -> Response {
     if request.headers().get(header::AUTHORIZATION).is_some_and(|it| it == "Bearer alice-1") {
         request.extensions_mut().insert(Customer("alice"));

@@ -27,7 +27,7 @@ struct Request {
     reply: oneshot::Sender<Result<(), String>>,
 }
 
-/// A storage service, and the network in front of it.
+/// A storage service, and the requests that are still on their way to it.
 #[derive(Default)]
 struct Storage {
     under_way: VecDeque<Request>,
@@ -49,7 +49,7 @@ impl Storage {
     }
 }
 
-/// The handler: sends the number of its attempt with the request.
+/// The handler, which sets the price of an article. It sends the number of its attempt with the request.
 #[idempotent(key = "price:{article}", ttl = "7d", store = store, scope = "set_price")]
 async fn set_price(store: &MemoryStore, storage: &Mutex<Storage>, article: u32, price: u32) -> Result<u32, AnyError> {
     let token = current()?.number();

@@ -1,9 +1,9 @@
 //! Shows the effect of `#[idempotent]` on a consumer whose messages are delivered more than once.
 //!
 //! `cargo run --example quickstart` charges 2,000 orders. A broker delivers them, at least once, to workers that fail
-//! and die. The records are in a file: a second run replays every result, and a run that follows a killed run (`kill
-//! -9`, or `-- --die-after 700`) finishes the work of the killed run. `-- --fresh` starts over, `--
-//! --without-idempotency` shows the same deliveries without the attribute, and `-- --help` lists all options.
+//! and die. The records are in a file: a second run replays every result, and a run that follows a killed run
+//! (`kill -9`, or `-- --die-after 700`) finishes the work of the killed run. `-- --fresh` forgets earlier runs,
+//! `-- --without-idempotency` shows the same deliveries without the attribute, and `-- --help` lists all options.
 #![allow(clippy::disallowed_methods, reason = "a payment provider takes its time")]
 
 use std::collections::{BTreeSet, HashSet};

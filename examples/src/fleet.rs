@@ -140,7 +140,7 @@ impl Run {
             }
             Mishap::FailsTwice => {}
         }
-        // A new file is a charge. The charge is durable against a kill of this process.
+        // To create the file is to make the charge. The file outlives a kill of this process.
         if !self.is_first(&format!("payment {} {payment}", event.order))? {
             self.note("recognised")?;
         }
