@@ -222,7 +222,8 @@ pub use sqlite::SqliteStore;
 #[doc(inline)]
 pub use store::{Store, StoreError, StoreErrorKind, StoreExt};
 
-/// Readers of rows, items and results that need no server: for tests with any content that a store may hold.
+/// Functions that decode rows, items, results and request bodies without a server. Fuzzers and tests pass arbitrary
+/// content to them.
 #[cfg(feature = "conformance")]
 #[doc(hidden)]
 pub mod __stored {

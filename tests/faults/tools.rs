@@ -132,8 +132,8 @@ fn libfaketime() -> PathBuf {
     libraries.find(|library| library.exists()).expect("there is no libfaketime; run ./scripts/test")
 }
 
-/// Words of a command line in front of a program's name, with which the program can start no thread. No limit of
-/// threads binds root, so root runs the program as another user.
+/// Words of a command line in front of a program's name, with which the program can start no thread. The kernel
+/// does not apply this limit to root, so if the test runs as root, the program runs as another user.
 pub fn without_threads() -> Vec<String> {
     /// Number of users so far. A limit of threads applies to all processes of a user, so each worker is another user.
     static USERS: AtomicU32 = AtomicU32::new(0);

@@ -46,8 +46,8 @@ pub(crate) enum Check {
     Values,
     /// A waiting duplicate is woken when the attempt for which it waits ends. A failing store ends no wait.
     Woken,
-    /// An operator's decisions hold: while an attempt runs, only its lease can be broken; and after a resolution no
-    /// body runs until a person allows it.
+    /// An operator's decisions hold: while a lease is live, the store applies only `BreakLease`. After an operator has
+    /// resolved an operation, no body runs until an operator allows it.
     Decided,
     /// A body that needs a mark begins only after the store has marked its record.
     Marked,

@@ -12,7 +12,8 @@
 //!   apalis's own bookkeeping: if such a layer answers a task without the function, as it does for a replay, the task
 //!   stays pending and is handed out again immediately, forever.
 //! - *Retry*: `RetryAfterError`. The queue in Redis ignores the time in that error: the queue waits one second longer
-//!   after each attempt, and gives up after 25. *Poison*: `AbortError`, which moves the task to the dead tasks.
+//!   after each attempt, and gives up after 25 attempts. *Poison*: `AbortError`, which moves the task to the dead
+//!   tasks.
 //! - *Arguments*: as text, so that the example itself can set aside arguments that can't be read.
 #![allow(clippy::disallowed_methods, reason = "a worker that is stopped is given some time")]
 

@@ -639,7 +639,7 @@ mod tests {
             Slot::new(record, &key, 0, ttl, 0)
         };
         let first = |slots: &Slots, order: &Order| order.first().map(|place| slots.get(place).listed_at);
-        // Lists many records, then moves every third record forward.
+        // Inserts many records, then makes every third record due sooner.
         let mut places = Vec::new();
         for n in 0..1_000 {
             let place = slots.insert(slot(10_000 + n * 7_919 % 1_000));
@@ -650,8 +650,8 @@ mod tests {
             slots.get_mut(*place).listed_at = 5_000 + n * 7_919 % 1_000;
             order.sooner(*place, &slots);
         }
-        // Empties the heap. Every fifth time, the first place moves back instead of being removed, at most once for
-        // each place.
+        // Empties the heap. Every fifth time, the first place becomes due later instead of being removed, at most once
+        // for each place.
         let mut due = Vec::new();
         for n in 0.. {
             let Some(place) = order.first() else { break };

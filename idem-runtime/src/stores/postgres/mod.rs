@@ -101,7 +101,7 @@ fn held_by_another(key: &Key, attempt: u32) -> Reservation {
 ///   crash loses no acknowledged write; otherwise [`connect`](PostgresStore::connect) logs a warning. A failover to a
 ///   standby that is not synchronous forgets the writes that had not reached the standby.
 /// - *Limits*: keys up to [`Key::MAX_BYTES`], results up to `max_result_bytes`, and never more than 1 GB. Only
-///   [`purge`](Store::purge) and [`purge_every`](PostgresOptions::purge_every) delete rows.
+///   [`purge`](Store::purge) and [`purge_every`](PostgresOptions::purge_every) delete the rows of expired records.
 /// - *Cost*: two statements for a first run, one for a replay or a running attempt. Statements of concurrent tasks are
 ///   sent together and share one commit. A lone statement never waits, and a result over 8 KB has its own statement. A
 ///   heartbeat is one statement for up to 500 leases. The server compresses large results, with lz4 if it supports lz4.
@@ -174,7 +174,8 @@ struct PostgresInner {
     purger: PerProcess<OnceLock<oneshot::Sender<()>>>,
 }
 
-/// The state that is the same for every handle, process and runtime.
+/// The state that the two handles of a store (for calls, for upkeep) share. It belongs to no runtime, and a forked
+/// child uses its copy.
 struct PostgresCore {
     context: Arc<StoreContext>,
     clock: Arc<dyn Clock>,

@@ -467,8 +467,8 @@ impl Statements {
              WHERE r.key = due.key AND NOT due.is_over RETURNING 1) \
              SELECT (SELECT count(*) FROM gone), (SELECT count(*) FROM kept), (SELECT max(listed_at) FROM due)"
         );
-        // `LIMIT` applies to the rows that the statement reads, not to the rows that it returns. The last row of the
-        // answer contains the last key that was read.
+        // `LIMIT` is inside of `looked`: it bounds the rows that are read, before the filter on state and retention.
+        // The last row of the answer contains the last key that was read.
         let unread = format!("{}, {REST}", ANSWER.replace("r.result,", "NULL::bytea,"));
         let none = "NULL::text, NULL::timestamptz";
         let list = format!(
