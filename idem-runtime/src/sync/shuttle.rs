@@ -99,6 +99,13 @@ pub(crate) fn explore(test: impl Fn() + Send + Sync + 'static) {
     }
 }
 
+/// Joins the threads. Panics if one of them has panicked.
+pub(crate) fn join_all(threads: impl IntoIterator<Item = shuttle::thread::JoinHandle<()>>) {
+    for thread in threads {
+        thread.join().expect("no panic");
+    }
+}
+
 /// Tasks that run until they end or [`end`](Tasks::end) drops them, and the number of tasks that are woken or being
 /// polled.
 #[derive(Clone, Debug, Default)]

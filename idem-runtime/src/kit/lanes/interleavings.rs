@@ -11,7 +11,7 @@ use shuttle::thread;
 use tokio::sync::Semaphore;
 
 use super::*;
-use crate::sync::explore;
+use crate::sync::{explore, join_all};
 
 impl<Q: Default> Lanes<Q> {
     /// Checks that after the end of all lanes the count of running lanes is zero, and that `is_empty` finds no
@@ -89,13 +89,6 @@ impl GatedServer {
 /// Polls `call` once, so that its operation is sent or joins the queue. Returns whether the call has ended.
 pub(crate) async fn polled_once<F: Future>(mut call: Pin<&mut F>) -> bool {
     poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx).is_ready())).await
-}
-
-/// Joins the threads. Panics if one of them has panicked.
-pub(crate) fn join_all(threads: impl IntoIterator<Item = thread::JoinHandle<()>>) {
-    for thread in threads {
-        thread.join().expect("no panic");
-    }
 }
 
 /// An owner of lanes whose operations are numbers.

@@ -7,7 +7,7 @@ use shuttle::thread;
 
 use super::*;
 use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::explore;
+use crate::sync::{explore, join_all};
 
 /// Stand-in for a store with two keys, an attempt of each key, and the waiters for these attempts.
 #[derive(Default)]
@@ -60,9 +60,7 @@ fn each_end_of_an_attempt_wakes_its_waiters_and_no_table_entry_is_left() {
             ends.ended[1].store(true, Ordering::SeqCst);
             ends.waiting.wake_all();
         }));
-        for thread in threads {
-            thread.join().expect("no panic");
-        }
+        join_all(threads);
         assert!(lock(&running.waiting.0).is_empty(), "an entry is left that nobody waits for");
     });
 }

@@ -16,7 +16,7 @@ use crate::record::{Lease, Release, Reservation, ReserveRequest, Verdict};
 use crate::store::Store;
 use crate::stores::memory::MemoryStore;
 use crate::sync::atomic::{AtomicBool as Flag, AtomicUsize, Ordering};
-use crate::sync::{TestClock, explore};
+use crate::sync::{TestClock, explore, join_all};
 
 const LEASE: Duration = Duration::from_secs(6);
 const TIMEOUT: Duration = Duration::from_secs(3600);
@@ -275,9 +275,7 @@ fn flush_returns_when_all_writes_have_ended() {
             })
             .collect();
         world.clock.advance(LEASE / 3);
-        for thread in flushing.into_iter().chain(works) {
-            thread.join().expect("no panic");
-        }
+        join_all(flushing.into_iter().chain(works));
         block_on(async {
             world.hold(&[lease], LEASE).await;
             world.context().flush().await;

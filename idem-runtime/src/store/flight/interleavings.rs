@@ -9,7 +9,7 @@ use crate::record::{Finish, Lease, Release, Reservation, ReserveRequest, StoredR
 use crate::stores::memory::MemoryStore;
 use crate::stores::memory::interleavings::request;
 use crate::sync::atomic::AtomicUsize;
-use crate::sync::{TestClock, explore};
+use crate::sync::{TestClock, explore, join_all};
 
 /// Makes a store with one reserved key, and returns the store and the lease. The clock of the store stands still, so a
 /// duplicate that is not woken waits forever.
@@ -94,9 +94,7 @@ fn each_waiting_duplicate_gets_the_result() {
             }
         }));
         finish(&store, &lease);
-        for thread in threads {
-            thread.join().expect("no panic");
-        }
+        join_all(threads);
         assert_eq!(runs.load(Ordering::SeqCst), 0, "a finished key was run again");
         assert_nothing_is_left(&store);
     });
@@ -119,9 +117,7 @@ fn a_stalled_waiter_blocks_no_other() {
             })
             .collect();
         finish(&store, &lease);
-        for thread in threads {
-            thread.join().expect("no panic");
-        }
+        join_all(threads);
         drop(still);
         assert_nothing_is_left(&store);
     });
@@ -141,9 +137,7 @@ fn one_waiting_duplicate_takes_a_released_key() {
             .collect();
         let written = block_on(store.release(&lease, Release::Returned));
         assert_eq!(written.expect("answered"), Verdict::Applied);
-        for thread in threads {
-            thread.join().expect("no panic");
-        }
+        join_all(threads);
         assert_eq!(runs.load(Ordering::SeqCst), 1, "the body has not run exactly once");
         assert_nothing_is_left(&store);
     });

@@ -7,7 +7,7 @@ use shuttle::thread;
 use super::*;
 use crate::stores::memory::MemoryStore;
 use crate::stores::memory::interleavings::request;
-use crate::sync::{TestClock, explore};
+use crate::sync::{TestClock, explore, join_all};
 
 fn reserve(store: &impl Store) -> Reservation {
     block_on(store.reserve(&request(store, 1))).expect("answered")
@@ -68,9 +68,7 @@ fn each_duplicate_that_joined_a_reservation_is_answered() {
             thread::yield_now();
             drop(asks);
         }));
-        for thread in threads {
-            thread.join().expect("no panic");
-        }
+        join_all(threads);
         assert_nothing_is_left(&store);
     });
 }
@@ -97,9 +95,7 @@ fn a_reopened_result_is_not_replayed() {
             DecisionAnswer::Applied
         );
         assert_eq!(take_part(&store), 2);
-        for thread in threads {
-            thread.join().expect("no panic");
-        }
+        join_all(threads);
         assert_eq!(take_part(&store), 2);
         assert_nothing_is_left(&store);
     });

@@ -8,7 +8,7 @@ use shuttle::thread;
 use super::*;
 use crate::policy::OnCrash;
 use crate::record::StoredResult;
-use crate::sync::{TestClock, explore};
+use crate::sync::{TestClock, explore, join_all};
 
 const LEASE: Duration = Duration::from_secs(30);
 const TTL: Duration = Duration::from_secs(60);
@@ -82,9 +82,7 @@ fn one_attempt_wins_and_waiters_are_woken() {
                 thread::spawn(move || take_part(&store, key, &holders[key as usize]))
             })
             .collect();
-        for thread in threads {
-            thread.join().expect("no panic");
-        }
+        join_all(threads);
         assert_eq!(counted(&store), (2, 0));
         assert_eq!(store.len(), 2);
     });

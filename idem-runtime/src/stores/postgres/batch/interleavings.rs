@@ -10,8 +10,8 @@ use tokio_postgres::Config;
 use super::super::sessions::{ConnectionSource, Sessions, Tls};
 use super::*;
 use crate::clock::Clock;
-use crate::kit::lanes::interleavings::{GatedServer, join_all, polled_once};
-use crate::sync::{TestClock, explore};
+use crate::kit::lanes::interleavings::{GatedServer, polled_once};
+use crate::sync::{TestClock, explore, join_all};
 
 /// A server that answers each operation with the operation's key. An operation on the key `locked` fails its whole
 /// batch, as if another session had locked the row. An operation on a key that starts with `large` has a large result.

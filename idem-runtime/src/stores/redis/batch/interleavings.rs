@@ -15,9 +15,9 @@ use super::super::scripts::{Script, Scripts};
 use super::lanes::LANES;
 use super::*;
 use crate::clock::Clock;
-use crate::kit::lanes::interleavings::{GatedServer, join_all, polled_once};
+use crate::kit::lanes::interleavings::{GatedServer, polled_once};
 use crate::record::{OwnerToken, Record, State};
-use crate::sync::{TestClock, explore};
+use crate::sync::{TestClock, explore, join_all};
 
 /// A server whose answer identifies the operation. The answer to a reservation is the reserved key. A completion
 /// succeeds; if its key starts with `differs`, a script has to decide. The answer to any other script is 1, and the
