@@ -53,7 +53,7 @@ impl App {
         Receipt::of(order)
     }
 
-    /// Handles a message. Returns when the message may be acknowledged.
+    /// Handles a message. Returns once the message can be acknowledged.
     async fn handle(&self, payload: &[u8]) {
         let order = serde_json::from_slice(payload).expect("a number");
         match self.is_protected {
@@ -86,7 +86,7 @@ fn payloads(count: u64) -> impl Iterator<Item = Vec<u8>> {
     (first..first + count).map(|order| order.to_string().into_bytes())
 }
 
-/// Publishes `count` messages, and returns the time for consuming them.
+/// Publishes `count` messages, and returns the time for consuming these messages.
 trait Broker {
     async fn round(&self, app: &App, count: u64, in_flight: usize) -> Duration;
 }

@@ -61,8 +61,8 @@ fn finish(store: &MemoryStore, lease: &Lease, payload: usize) {
 }
 
 thread_local! {
-    /// True until the first line, which alone shows resident memory: a later store reuses memory that an earlier store
-    /// has freed, so the process does not grow.
+    /// True until the first line. Only the first line shows resident memory: a later store reuses memory that an
+    /// earlier store has freed, so the process does not grow.
     static FIRST: Cell<bool> = const { Cell::new(true) };
 }
 

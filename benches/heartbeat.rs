@@ -4,9 +4,9 @@
 //! - *Ready at once*: the lease is registered before the only poll, and deregistered after it. No variant of the
 //!   library omits the registration, so the raw side is the protocol by hand over the same store: the same key, an
 //!   owner, reserve, run, encode, finish. The difference is the whole engine: an upper bound for the registration.
-//! - *Pends once*: the handler is polled once more, and its lease is checked before that poll. The raw side is
-//!   pending once just before the same call: the number of polls and the work of the library are equal, but no
-//!   lease is checked.
+//! - *Pends once*: the handler is polled once more, and its lease is checked before that poll. The raw side awaits a
+//!   future that is pending once, just before the same call: the number of polls and the work of the library are equal,
+//!   but no lease is checked.
 //! - *A task for each call*: the same raw side, compared with a variant of it that spawns and aborts a renewal task for
 //!   each call.
 

@@ -10,9 +10,10 @@
 //!   layer reserves the key first.
 //! - *Allocations* are counted for one request through the tower service, on one thread and without a socket. The bytes
 //!   requested from the allocator are counted as well: each copy of the body adds a kilobyte.
-//! - *Instructions* are for a profiler: `valgrind --tool=callgrind target/release/deps/http-… turns first socket 1500`,
-//!   minus the same with 500, gives the cost of 1000 requests (`bare`, `first`, `replay`; `service`, `socket`),
-//!   independently of the load of the machine.
+//! - *Instructions* are for a profiler. The cost of 1000 requests is the count of
+//!   `valgrind --tool=callgrind target/release/deps/http-… turns first socket 1500` minus the count of the same command
+//!   with 500. `bare` and `replay` can stand for `first`, and `service` for `socket`. The load of the machine does not
+//!   change these counts.
 //! - *Running key*: 10 000 duplicates of one running request: the time until all have an answer, and the memory that
 //!   the duplicates hold.
 
@@ -109,7 +110,7 @@ impl Client {
         self.read.clear();
         loop {
             if let Some(end) = self.read.windows(4).position(|it| it == b"\r\n\r\n") {
-                // The handler returns the body that it got.
+                // The handler echoes the body of the request, so the body of the response has the same length.
                 if self.read.len() >= end + 4 + length {
                     assert!(self.read.starts_with(b"HTTP/1.1 200 "), "{}", String::from_utf8_lossy(&self.read));
                     let marks: [&[u8]; 2] = [b"\r\nidempotent-replayed:", b"\r\nidempotency-replayed:"];

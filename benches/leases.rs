@@ -1,7 +1,7 @@
 //! Measures how much one renewal of 10 000 and of 100 000 leases costs a Redis server.
 //!
 //! The handlers are real and stay pending, and their store renews the leases as usual. The server's counters are read:
-//! `script` is the server's time in `EVALSHA`, which includes the commands inside the scripts; `in all` is the
+//! `scripts` is the server's time in `EVALSHA`, which includes the commands inside the scripts; `in all` is the
 //! processor time of its main thread, including reading, parsing and answering. Both figures are scaled to as many
 //! renewals as there are leases, because the number of leases that are due in a round varies. The hand-written side
 //! renews each lease by its own script call, in pipelines of 500.
@@ -23,7 +23,8 @@ const RENEW: &str = "\
 
 struct Hall {
     entered: Barrier,
-    /// Semaphore that the handlers wait for. Closing it at the end of the measurement lets them return.
+    /// Semaphore that the handlers wait for. Closing the semaphore at the end of the measurement lets the handlers
+    /// return.
     leave: Semaphore,
 }
 

@@ -1,11 +1,11 @@
 //! Measures the same work on every store, so that users can choose a store. On Redis, PostgreSQL and SQLite, the work
 //! is also done by hand with the client of the server or the file.
 //!
-//! - *First run, replay, in progress*: thousands of calls per second by 1, 64 and 1024 tasks. The hand-written code is
-//!   that of the benches `redis`, `postgres` and `sqlite`, which describe it; a replay and a refusal on SQLite are a
-//!   `SELECT` in a bare loop.
+//! - *First run, replay, in progress*: thousands of calls per second by 1, 64 and 1024 tasks. The benches `redis`,
+//!   `postgres` and `sqlite` describe the hand-written code; a replay and a refusal on SQLite are a `SELECT` in a bare
+//!   loop.
 //! - *Wait*: duplicates in another handle wait for a running attempt. The figure is the time in milliseconds from the
-//!   end of its handler until the last duplicate has the result.
+//!   end of the attempt's handler until the last duplicate has the result.
 //! - *Results*: thousands of calls per second by 16 tasks, with results of 1 KB, 64 KB and 1 MB.
 //! - *Leases*: elapsed time and processor time of one renewal of 100 000 leases.
 //! - *Hot key*: 10 000 concurrent duplicates from another handle: while the handler runs, after its end, and waiting
@@ -49,8 +49,8 @@ const STORES: [&str; 6] = ["Memory", "SQLite", "Redis", "Redis Cluster", "Postgr
 const TASKS: [u64; 3] = [1, 64, 1024];
 /// Number of orders that are shipped before the measurement, and whose results are then replayed.
 const SHIPPED: u64 = 1000;
-/// Number of orders whose keys are reserved during the whole bench, so that calls of them find a running attempt. Their
-/// numbers begin at `HELD_FROM`.
+/// Number of orders whose keys are reserved during the whole bench, so that calls for these orders find a running
+/// attempt. Their numbers begin at `HELD_FROM`.
 const HELD: u64 = 64;
 const HELD_FROM: u64 = 500_000;
 
@@ -81,7 +81,7 @@ fn page(bytes: usize) -> Arc<str> {
 struct Gate {
     runs: AtomicU64,
     entered: Semaphore,
-    /// Semaphore that the handler waits for. Closing it opens the gate.
+    /// Semaphore that the handler waits for. Closing the semaphore opens the gate.
     leave: Semaphore,
 }
 
@@ -473,7 +473,8 @@ impl Subject {
         }
     }
 
-    /// Returns thousands of calls per second of `count` calls, from order `first` on, whose result is `page`.
+    /// Makes `count` calls for the orders from `first` on, whose result is `page`. Returns thousands of calls per
+    /// second.
     fn result(&self, first: u64, count: u64, page: &Arc<str>) -> f64 {
         let calls = share(16, count, |_, calls| {
             let (store, page) = (Arc::clone(&self.store), Arc::clone(page));

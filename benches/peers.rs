@@ -14,9 +14,10 @@
 //! | DBOS | a workflow without steps, whose id is the order, in Python |
 //! | blog pattern on PostgreSQL | `INSERT … ON CONFLICT DO NOTHING`, then `UPDATE` or `SELECT`, prepared, in Rust |
 //!
-//! The peers are separate processes, started by `benches/peers` and instructed line by line. Each side is first
-//! measured at every concurrency of its list; then the best concurrencies of all sides take turns, round by round.
-//! Server and client share the machine. PostgreSQL has `fsync` and `synchronous_commit` on.
+//! The peers are separate processes, which run the programs in `benches/peers` and read their work line by line. Each
+//! side has a list of concurrencies, and is first measured at each of them. Then all sides, each at its best
+//! concurrency, take turns, round by round. Server and client share the machine. PostgreSQL has `fsync` and
+//! `synchronous_commit` on.
 //!
 //! A quick run has no peers except the blog pattern. A full run needs `./scripts/bench peers` once, and takes 5
 //! minutes.
@@ -57,7 +58,8 @@ impl Work {
         }
     }
 
-    /// Returns the first order of `count` calls, and the number of orders after which they repeat.
+    /// Returns the id of the first order that `count` calls use, and the number of distinct orders. Further calls
+    /// repeat these orders.
     fn orders(self, count: u64) -> (u64, u64) {
         match self {
             Self::First => (new_orders(count).start, count),
@@ -125,7 +127,7 @@ impl<'a> Side<'a> {
     }
 }
 
-/// Measures each side at its best concurrency. Prints a line for each side after the first one, which is the library.
+/// Measures each side at its best concurrency. Prints a line for each side except the first side, which is the library.
 fn compare(table: &Table, work: Work, sides: &[Side<'_>]) {
     let wanted = |side: &&Side<'_>| is_wanted(&format!("{}: {}", work.name(), side.name));
     let (idem, others) = sides.split_first().expect("some");

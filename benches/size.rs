@@ -33,8 +33,8 @@ const WEEK: Duration = Duration::from_secs(7 * 86_400);
 /// First runs per second during the purge.
 const RATE: u32 = 200;
 
-/// Creates the records `first` to `last`, the first `due` of them expired. Each record is reserved and then completed,
-/// as by a call.
+/// Creates the records with the numbers `first` to `last`. Records with numbers up to `due` are expired. Each record is
+/// reserved and then completed, as by a call.
 const FILL: &str = "CREATE FUNCTION named(n bigint) RETURNS text LANGUAGE sql IMMUTABLE RETURN
   'order:' || lpad(to_hex(n * 2654435761 % 4294967296), 8, '0') || '-7c4e-4d1a-9b0e-5f2a7d3c8e61';
 CREATE PROCEDURE fill(first bigint, last bigint, due bigint) LANGUAGE plpgsql AS $$

@@ -7,11 +7,11 @@
 //!   task waits.
 //! - *Same grouping*: a thread takes the waiting steps from a channel, runs them in one transaction, and answers the
 //!   tasks.
-//! - *Bare loop*: the same statements, as many in a transaction as there are tasks, but without tasks.
+//! - *Bare loop*: the same statements without tasks. Each transaction has one first run for each task of the library.
 //! - *Replay*: a `SELECT` of the record that the library replays; the result is not decoded, and no task waits.
 //!
 //! Each measurement opens its file anew, while the other side's file is closed: connections of one process share a pool
-//! of cached pages, and the pages of one can starve the other.
+//! of cached pages, and the pages of one file can displace the pages of the other.
 //!
 //! The file is in the target folder, so the bench measures the disk on which that folder is.
 

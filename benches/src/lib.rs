@@ -1,7 +1,7 @@
 //! Parts that the benches share: rounds that alternate between the sides, and a table of ratios and goals.
 //!
-//! Every result is a ratio of two figures that were measured in the same run. Each round measures every side once, in
-//! changing order, so that a machine that slows down slows all sides. A line of the table is the ratio of the sides'
+//! Every comparison is a ratio of two figures that were measured in the same run. Each round measures every side once,
+//! in changing order, so that a machine that slows down slows all sides. A line of the table is the ratio of the sides'
 //! medians.
 
 #![allow(clippy::missing_panics_doc)] // A bench that can't run stops.
@@ -32,7 +32,8 @@ pub fn sized<T>(full: T, quick: T) -> T {
     if is_quick() { quick } else { full }
 }
 
-/// Returns whether the line `work` was selected: `cargo bench -p idem-benches --bench redis -- "replay"`.
+/// Returns whether the command line selects the line `work`, as in
+/// `cargo bench -p idem-benches --bench redis -- "replay"`.
 pub fn is_wanted(work: &str) -> bool {
     let mut filters = std::env::args().skip(1).filter(|it| !it.starts_with('-')).peekable();
     filters.peek().is_none() || filters.any(|filter| work.contains(&filter))
@@ -62,7 +63,7 @@ pub fn timed(work: impl FnOnce()) -> Duration {
     started.elapsed()
 }
 
-/// Runs `work`, and returns the processor time of this thread, which other processes do not change.
+/// Runs `work`, and returns the processor time that this thread has used. Other processes do not change this time.
 pub fn timed_on_cpu(work: impl FnOnce()) -> Duration {
     let now = || {
         let now = clock_gettime(ClockId::ThreadCPUTime);
@@ -145,9 +146,10 @@ pub fn alternate_all(rounds: usize, sides: &mut [&mut dyn FnMut() -> f64]) -> Ve
     samples.into_iter().map(Samples).collect()
 }
 
-/// Returns a side that makes as many calls per round as take about `target`, so that the duration of a bench is similar
-/// on all machines. `side` makes a given number of calls and returns thousands of calls per second. The first round
-/// finds the number.
+/// Returns a side whose rounds take about `target` each, so that the duration of a bench is similar on all machines.
+/// `side` makes a given number of calls and returns thousands of calls per second. The first round raises the number of
+/// calls until the calls take about `target`. Then the rate of each round sets the number of calls in the next round,
+/// which is at least `least`.
 pub fn paced(target: Duration, least: u64, mut side: impl FnMut(u64) -> f64) -> impl FnMut() -> f64 {
     let mut count = None;
     move || {
@@ -179,8 +181,8 @@ pub enum Goal {
     None,
 }
 
-/// A table, printed line by line as it is measured, in Markdown so that it can be pasted. If `IDEM_BENCH_OUT` names a
-/// file, each line is also appended to that file, as JSON.
+/// A table in Markdown, printed line by line during the measurement. If `IDEM_BENCH_OUT` names a file, each line is
+/// also appended to that file, as JSON.
 #[derive(Debug)]
 pub struct Table {
     title: String,

@@ -4,8 +4,8 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-/// A peer: a process that waits for work, killed when this value is dropped. `benches/peers` contains the programs, and
-/// `sides.py` there defines the lines that they read and write.
+/// Process of a peer, which waits for work and is killed when this value is dropped. `benches/peers` contains the
+/// programs, and `benches/peers/sides.py` defines the lines that these programs read and write.
 #[derive(Debug)]
 pub struct Peer {
     name: &'static str,
@@ -21,14 +21,14 @@ fn folder() -> PathBuf {
 }
 
 impl Peer {
-    /// Starts a peer in Python: a script in `benches/peers`, and its arguments.
+    /// Starts a peer in Python: a script in `benches/peers`, with these arguments.
     pub fn python(name: &'static str, script: &str, args: &[&str]) -> Self {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers").join(script);
         let program = folder().join("venv/bin/python");
         Self::start(name, &program, [&["-W", "ignore", &script.to_string_lossy()], args].concat())
     }
 
-    /// Starts a peer in Rust: a program of `benches/peers`, and its arguments.
+    /// Starts a peer in Rust: a program of `benches/peers`, with these arguments.
     pub fn rust(name: &'static str, program: &str, args: &[&str]) -> Self {
         Self::start(name, &folder().join("rust/release").join(program), args.to_vec())
     }
@@ -66,8 +66,9 @@ impl Peer {
         line.trim_end().to_owned()
     }
 
-    /// Returns thousands of calls per second. `work` is `first` or `replay`, for `count` orders from `first` on, by
-    /// `threads` threads (or tasks) in each of `processes` processes.
+    /// Lets the peer make calls for `count` orders, from the order `first` on, and returns thousands of calls per
+    /// second. `work` is "first" or "replay". The calls are made by `threads` threads (or tasks) in each of `processes`
+    /// processes.
     pub fn run(&mut self, work: &str, count: u64, (processes, threads): (u64, u64), first: u64) -> f64 {
         writeln!(self.input, "{work} {count} {processes} {threads} {first}").expect("listens");
         let said = self.read();

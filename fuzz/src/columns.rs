@@ -1,8 +1,7 @@
-//! A record in columns, as SQLite, PostgreSQL and DynamoDB store it. An input may overwrite a column with a value of
-//! any type.
+//! Records in columns, as SQLite, PostgreSQL and DynamoDB store them.
 //!
-//! An input is a record in columns, some of which are overwritten. This module implements the layout of the columns
-//! again, so that a mistake in the library is not repeated here.
+//! An input is a record and values of any type that overwrite some of its columns. This module implements the layout of
+//! the columns again, so that a mistake in the library is not repeated here.
 
 use std::collections::HashMap;
 
@@ -166,8 +165,8 @@ fn payload_columns(payload: &StoredResult) -> (Cell, Cell, Cell) {
     }
 }
 
-/// Asserts that every store reads a record as it was written, and reports altered columns as an error: never as another
-/// record, and never as "no record".
+/// Asserts that every store reads a record as it was written, and reports columns that it can't read as `Corrupt`. From
+/// altered columns of the right types, all stores must read the same record, or all must report an error.
 pub fn columns_as_stored(data: &[u8]) {
     let mut input = Input(data);
     let written = input.record();
@@ -194,7 +193,7 @@ pub fn columns_as_stored(data: &[u8]) {
     if altered == 0 {
         assert_eq!(dynamo.as_ref(), Some(&written));
     }
-    // If a record can be read from altered columns, the columns that are written for it are read as an equal record.
+    // A record that is read from altered columns must be unchanged after it is written into columns and read again.
     for record in [postgres, dynamo].into_iter().flatten() {
         let row = columns(&record, lapses_at, expires_at);
         assert_eq!(self::postgres(&row, false).as_ref(), Some(&record));
@@ -257,7 +256,7 @@ fn sqlite(row: &Columns, request: &ReserveRequest, now: i64) -> Result<Option<Re
                 Cell::Bool(flag) => Some(flag.into()),
                 _ => None,
             };
-            // The reader may report an ended retention only for a row of this version.
+            // The reader must not report an ended retention for a row of another version.
             assert_eq!(integer(FORMAT), Some(1), "another version's times are judged");
             assert!(integer(EXPIRES_AT).is_some_and(|at| at <= now), "forgotten too early");
             assert!(matches!(reserved, Ok(Reservation::Granted { takeover: false, .. })), "{reserved:?}");
@@ -313,15 +312,15 @@ fn postgres(row: &Columns, mangled: bool) -> Option<Record> {
         })
         .collect();
     cells.insert(EXPIRES_AT + 1, (Type::TIMESTAMPTZ, Some(0_i64.to_be_bytes().to_vec())));
-    // The statement returns the columns of a replay first, so `began_at` and `holder` change places, and
-    // `first_seen_at` follows.
+    // The statement returns the columns of a replay first: `began_at` has the place of `holder`; `begun`, `holder` and
+    // `first_seen_at` come last.
     cells.swap(EXPIRES_AT + 2, EXPIRES_AT + 7);
     cells.swap(EXPIRES_AT + 6, EXPIRES_AT + 7);
     let begun = cells.pop().expect("the last one");
     cells.insert(EXPIRES_AT + 6, begun);
     match corrupt(read_row(&Row(cells)))? {
         Some(Inspection { record, .. }) => Some(record),
-        // A row that this statement has just inserted has no values in these columns.
+        // A reservation that has just inserted its row returns no values in these columns.
         None => {
             assert!([FORMAT, STATE, OWNER].iter().all(|at| row[*at] == Cell::Null), "no record: {row:?}");
             None

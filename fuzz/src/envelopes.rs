@@ -37,7 +37,7 @@ pub fn envelopes(data: &[u8]) {
     match input.flag() {
         true => {
             let codec = input.codec();
-            // A result that the wrapper has written.
+            // The wrapper writes this result.
             let times = 1 + usize::from(input.byte());
             let (at, mask) = (u16::from_be_bytes(input.array()), input.byte());
             let bytes = Bytes::from(input.rest().repeat(times));
@@ -45,8 +45,8 @@ pub fn envelopes(data: &[u8]) {
             finish(&*wrapped, payload.clone());
             assert_eq!(replay(&*wrapped), payload);
 
-            // Damage is noticed in every byte after the form and the name of the codec, which are unprotected in all
-            // records.
+            // The wrapper detects damage in every byte after the form and the name of the codec. No record protects the
+            // bytes of the form and the name.
             let StoredResult::Encoded { codec, bytes: mut written } = replay(&inner) else { panic!("it was stored") };
             let header = 3 + usize::from(written.get(2).copied().unwrap_or_default());
             if written != bytes && written[1] != 0 && mask != 0 {
@@ -62,7 +62,7 @@ pub fn envelopes(data: &[u8]) {
             }
         }
         false => {
-            // An envelope that another program may have left.
+            // Another program may have left this envelope.
             let codec = if offload { "idem:object" } else { "idem:zstd" };
             let codec = CodecName::new(codec.as_bytes()).expect("a name");
             let bytes = match input.below(3) {
@@ -79,7 +79,7 @@ pub fn envelopes(data: &[u8]) {
     }
 }
 
-/// Builds an envelope, each of whose parts may be right or wrong, and an object for it.
+/// Builds an envelope and an object for it. Each part of the envelope may be right or wrong.
 fn envelope(input: &mut Input<'_>, objects: &InMemory) -> Bytes {
     let form = input.below(4);
     let name = if input.below(8) == 0 { input.bytes() } else { b"json" };
@@ -91,7 +91,7 @@ fn envelope(input: &mut Input<'_>, objects: &InMemory) -> Bytes {
     out.extend_from_slice(name);
     out.extend_from_slice(&size.to_be_bytes());
     match form {
-        // A zstd frame whose header states the size in the envelope.
+        // The header of this zstd frame states the size in the envelope.
         1 => {
             out.extend_from_slice(&[0x28, 0xb5, 0x2f, 0xfd, 0xe0]);
             out.extend_from_slice(&size.to_le_bytes());

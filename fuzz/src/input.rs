@@ -52,7 +52,7 @@ impl<'a> Input<'a> {
         taken
     }
 
-    /// Reads one byte as a length, and returns as many of the following bytes.
+    /// Reads one byte as a length, and returns that many of the following bytes.
     pub(crate) fn bytes(&mut self) -> &'a [u8] {
         let len = self.byte();
         self.take(len.into())

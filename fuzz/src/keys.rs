@@ -20,11 +20,11 @@ mod template;
 
 use template::Part;
 
-/// Longer templates could be nested deeper than the compiler can parse.
+/// Size of the longest template. The compiler may be unable to parse the nesting of a longer template.
 const MAX_TEMPLATE_BYTES: usize = 256;
 
-/// Asserts that a parsed template, duration or key parses to the same value after it is written out, and that the
-/// values can be read back from a key, so that different values never produce equal keys.
+/// Asserts that a parsed template, duration or key parses to the same value after it is written out. The values of a
+/// key must be readable from the key, so that different values never produce equal keys.
 pub fn keys(data: &[u8]) {
     let mut input = Input(data);
     let which = input.below(5);

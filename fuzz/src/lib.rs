@@ -12,7 +12,7 @@ mod input;
 pub mod keys;
 pub mod record;
 
-/// A target: its name, which is also the name of its corpus and its program, and its function.
+/// Name and function of a target. The corpus and the program of a target have the target's name.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.

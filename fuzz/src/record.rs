@@ -33,7 +33,7 @@ pub fn record(data: &[u8]) {
     let record = input.record();
     let written = Bytes::from(format::encode(&record));
     assert_eq!(format::decode(&written).as_ref(), Ok(&record));
-    // A result extends to the end of the value. In all other states the length is known.
+    // A result extends to the end of the value. In a state without a result, the length is known.
     if !matches!(record.state.result(), Some(StoredResult::Encoded { .. })) {
         let mut longer = written.to_vec();
         longer.push(input.byte());

@@ -1,7 +1,7 @@
 //! The crate `idempotent` on Redis, as a child process of the bench `peers`. The argument is the server's port.
 //!
-//! The program speaks the protocol of `sides.py`, with threads as tasks: it reads `WORK COUNT PROCESSES TASKS FIRST`,
-//! and answers with thousands of calls per second.
+//! The program follows the protocol of `sides.py`, but uses tasks instead of threads. The program reads `WORK COUNT
+//! PROCESSES TASKS FIRST`, and answers with thousands of calls per second.
 
 use std::io::BufRead;
 use std::sync::Arc;

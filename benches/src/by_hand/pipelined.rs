@@ -1,8 +1,8 @@
 //! A hand-written client of Redis with minimal work: one connection, one write for all commands that have gathered, and
 //! no decoding of answers. No library reaches this limit, because every library does more.
 //!
-//! A command is written immediately while no command is in flight. Otherwise it waits until the next answers have been
-//! read, and is written together with other waiting commands.
+//! A command is written immediately while no command is in flight. Otherwise the command waits until the next answers
+//! have been read, and is then written together with other waiting commands.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -13,7 +13,7 @@ use tokio::task::JoinSet;
 use crate::by_hand::new_orders;
 use crate::{Receipt, thousands_per_second, timed};
 
-/// A connection to the file, which threads use in turn.
+/// A connection to the file. Threads use this connection in turn.
 pub struct ByHand(Mutex<Connection>);
 
 /// A step of a first run, and the channel to the task that waits for the step.
@@ -100,8 +100,8 @@ impl ByHand {
         thousands_per_second(took, usize::try_from(count).expect("few"))
     }
 
-    /// Returns thousands of first runs per second that `tasks` tasks delegate to a thread, which groups them as they
-    /// arrive.
+    /// Returns thousands of first runs per second. `tasks` tasks delegate the steps to a thread, which groups the steps
+    /// as they arrive.
     pub fn grouped(&self, runtime: &Runtime, tasks: u64, count: u64) -> f64 {
         let (jobs, waiting) = mpsc::channel::<Job>();
         let connection = &self.0;
