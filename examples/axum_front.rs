@@ -2,10 +2,10 @@
 //!
 //! ```sh
 //! cargo run --example axum_front --features axum
-//! curl -i localhost:8080/payments -H 'Authorization: Bearer alice-1' -H 'Idempotency-Key: order-1' -d 500
+//! curl -i localhost:8081/payments -H 'Authorization: Bearer alice-1' -H 'Idempotency-Key: order-1' -d 500
 //! ```
 
-// On the page from here on.
+// docs/http.md has the program from here on.
 use std::error::Error;
 use std::future::Future;
 use std::io;

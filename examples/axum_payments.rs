@@ -120,7 +120,7 @@ async fn refund(State(bank): State<Bank>) -> Response {
 }
 
 /// Headers of a response. A replay has all of them except the cookie, which belongs to the first client's session.
-/// `no-store` forbids HTTP caches to keep the response. The layer records it nevertheless.
+/// `no-store` forbids HTTP caches to keep the response. The layer records the response nevertheless.
 fn headers_of(route: &str, id: &str) -> AppendHeaders<[(HeaderName, String); 5]> {
     let location = format!("/{route}/{id}");
     AppendHeaders([
@@ -151,8 +151,8 @@ async fn authenticate(mut request: Request, next: Next) -> Response {
     next.run(request).await
 }
 
-/// Ends at Ctrl-C, and at SIGTERM, which containers send. A container must wait longer for the end of the process than
-/// a payment takes.
+/// Returns a future that ends at Ctrl-C, and at SIGTERM, which containers send. A container must wait longer for the
+/// end of the process than a payment takes.
 #[cfg(unix)]
 fn stop_signal() -> io::Result<impl Future<Output = ()>> {
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);

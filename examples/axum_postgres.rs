@@ -14,6 +14,7 @@
 //! the payment provider. Arguments: the URL of the database, and the address to listen on (default: `127.0.0.1:8082`).
 #![allow(clippy::disallowed_methods)] // A payment takes its time.
 
+// docs/start.md has the program from here on.
 use std::error::Error;
 use std::time::Duration;
 
@@ -42,7 +43,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
     let database = arguments.next().ok_or("the URL of a database is missing")?;
     let address = arguments.next().unwrap_or_else(|| "127.0.0.1:8082".to_owned());
-    // A release may create the table instead: `PostgresStore::schema_sql`. Without `purge_every` no record is deleted.
+    // Creates the table if it is missing. Without `purge_every` no expired record is deleted.
     let options = PostgresStore::options().ensure_schema().purge_every(Duration::from_secs(3600));
     let store = options.connect(&database).await?;
     // Replace this closure by your authentication, which belongs outside of the layer.

@@ -4,7 +4,7 @@
 //! handler is killed, cancelled, or stopped while another worker takes over. Its store and its bank lose requests and
 //! answers, and duplicates are delivered before, during and after its run. Time is simulated, so the run takes a
 //! second. The first two handlers are wrong, and the output shows the steps that lead to a second charge. In your
-//! project this is a `#[test]` that ends with `assert_once()`.
+//! project, write this check as a `#[test]` that ends with `assert_once()`.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -131,7 +131,8 @@ fn main() -> ExitCode {
     ExitCode::from(u8::from(as_expected != [true; 4]))
 }
 
-/// Prints the findings of a check, and returns whether the check found faults if and only if the handler is wrong.
+/// Prints the findings of a check. Returns whether the check found faults in a wrong handler, or none in a right
+/// handler.
 fn show(handler: &str, right: bool, report: &Report) -> bool {
     println!("{handler}: {report}\n");
     report.findings().is_empty() == right

@@ -49,7 +49,7 @@ impl Storage {
     }
 }
 
-/// The handler, which sets the price of an article. It sends the number of its attempt with the request.
+/// The handler, which sets the price of an article. The request contains the number of the handler's attempt.
 #[idempotent(key = "price:{article}", ttl = "7d", store = store, scope = "set_price")]
 async fn set_price(store: &MemoryStore, storage: &Mutex<Storage>, article: u32, price: u32) -> Result<u32, AnyError> {
     let token = current()?.number();
@@ -72,7 +72,8 @@ fn run(claims: &mut Claims) -> Result<(), AnyError> {
 
     let paused = first.spawn(call(100));
     let late = first.block_on(request(&storage));
-    // No thread drives the first runtime now: its worker is paused and does not renew its lease (30 s), which lapses.
+    // No thread drives the first runtime now: its worker is paused. The worker's lease (30 s) is not renewed, and
+    // lapses.
     clock.advance(Duration::from_secs(31));
 
     let successor = second.spawn(call(120));

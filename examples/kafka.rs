@@ -1,7 +1,9 @@
-//! Shows a consumer of Kafka that uses `#[idempotent]`, and survives the kill of its process.
+//! Shows a consumer of Kafka that uses `#[idempotent]`, and survives the kill of its process, an outage of its broker,
+//! and an outage of its store.
 //!
 //! `cargo run --example kafka --features kafka` publishes orders with duplicates and charges each exactly once. Records
-//! are in a SQLite file, and the broker is librdkafka's own mock. `-- --url host:9092` uses a real cluster.
+//! are in a SQLite file, and the broker is librdkafka's own mock. `-- --url host:9092` uses a real cluster, and
+//! `-- --outages` makes the mock unreachable.
 //!
 //! - *Key*: the order, from the payload. In a topic that is created anew, offsets start at 0 again.
 //! - *Offsets*: several messages of a partition are handled concurrently, and settle out of order; `OffsetTracker`
@@ -10,9 +12,11 @@
 //! - *Slow handlers*: the consumer is polled all the time, and its partitions are paused while all handlers are
 //!   busy. So the consumer stays within `max.poll.interval.ms`, no matter how long a handler takes, and no
 //!   extension is needed.
-//! - *Retry*: to a retry topic, in a message that contains its due time; order is lost for that message. (To keep
-//!   order, pause the partition, wait and seek: meanwhile no other message of the partition is handled.) *Poison*: to
-//!   its own topic.
+//! - *Retry*: the worker copies the message to a retry topic, with the due time in a header; other messages overtake
+//!   this message. (To keep the sequence, pause the partition, wait and seek: meanwhile no other message of the
+//!   partition is handled.) A message that waits for its due time occupies no handler.
+//! - *Count*: Kafka counts no deliveries, so a header carries their number.
+//! - *Poison*: the worker copies the message to another topic, with the reasons as headers.
 #![allow(clippy::disallowed_methods, reason = "a message of the retry topic waits for its time")]
 
 use std::process::ExitCode;

@@ -1,14 +1,18 @@
-//! Shows a consumer of NATS JetStream that uses `#[idempotent]`, and survives the kill of its process.
+//! Shows a consumer of NATS JetStream that uses `#[idempotent]`, and survives the kill of its process, of its broker,
+//! and an outage of its store.
 //!
 //! `cargo run --example nats_jetstream --features nats` publishes orders with duplicates and charges each exactly once.
-//! Records are in a SQLite file. `-- --url nats://host` uses another server than the local `nats-server -js`.
+//! Records are in a SQLite file. `-- --url nats://host` uses another server than the local `nats-server -js`, and `--
+//! --outages` starts a server for this run and kills it.
 //!
 //! - *Key*: the order, from the payload. The sequence of a message changes with its stream, and a `Nats-Msg-Id` is
 //!   recognised for two minutes only.
 //! - *Slow handlers*: after `ack_wait` the server delivers the message again. The beat sends `Progress`, with an acker
 //!   that outlives the message.
-//! - *Retry*: `Nak` with a delay. *Poison*: the worker copies the message to a stream of its own, then sends `Term`;
-//!   after `max_deliver` the server would only stop delivering.
+//! - *Retry*: `Nak` with a delay. The server counts each delivery, even one that failed because the store was away.
+//! - *Poison*: after `max_deliver` the server would forget the message without a trace, so the consumer has no
+//!   `max_deliver`. On its last delivery the worker copies the message to a stream of its own, with the reasons as
+//!   headers, then sends `Term`.
 
 use std::process::ExitCode;
 use std::sync::Arc;

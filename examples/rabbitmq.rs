@@ -1,9 +1,11 @@
-//! Shows a consumer of RabbitMQ that uses `#[idempotent]`, and survives the kill of its process and a lost connection.
+//! Shows a consumer of RabbitMQ that uses `#[idempotent]`, and survives the kill of its process, of its broker, and an
+//! outage of its store.
 //!
 //! `cargo run --example rabbitmq --features rabbitmq` publishes orders with duplicates and charges each exactly once.
-//! Records are in a SQLite file. `-- --url amqp://user:password@host` uses another RabbitMQ than the local one.
+//! Records are in a SQLite file. `-- --url amqp://user:password@host` uses another RabbitMQ than the local one, and `--
+//! --outages` starts a RabbitMQ for this run and kills it.
 //!
-//! - *Key*: the order, from the payload. A delivery tag is a number of its channel, and the publisher chooses
+//! - *Key*: the order, from the payload. A delivery tag is valid only in its channel, and the publisher chooses
 //!   `message_id`.
 //! - *Slow handlers*: no extension is needed. The server waits for `consumer_timeout` (30 minutes), and redelivers all
 //!   unacknowledged messages when their channel closes.
@@ -30,7 +32,7 @@ use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-/// Number of handlers, and of messages that are fetched: each fetched message gets a handler immediately.
+/// Number of handlers, and largest number of unacknowledged messages that the server sends.
 const HANDLERS: u16 = 8;
 /// Header with the number of the delivery. The server counts a copy of a message as a new message.
 const DELIVERY: &str = "x-delivery";

@@ -1,12 +1,19 @@
-//! Shows a consumer of Redis Streams that uses `#[idempotent]`, and survives the kill of its process.
+//! Shows a consumer of Redis Streams that uses `#[idempotent]`, and survives the kill of its process and of its Redis.
 //!
 //! `cargo run --example redis_streams --features redis` publishes orders with duplicates and charges each exactly once,
-//! with one Redis as broker and as store. `-- --url redis://host` uses another Redis than the local one.
+//! with one Redis as broker and as store. `-- --url redis://host` uses another Redis than the local one, and `--
+//! --outages` starts a Redis for this run and kills it.
 //!
 //! - *Key*: the order, from the payload. The id of an entry changes when the producer adds it again.
 //! - *Slow handlers*: any consumer takes a message that has been idle for `BROKER_TIMEOUT`. The beat claims the message
 //!   again for its own consumer, with `JUSTID`, which resets the idle time and counts no delivery.
-//! - *Retry*: the message stays pending, and `XAUTOCLAIM` finds it when it has been idle for long enough.
+//! - *Retry*: the message stays pending, and `XAUTOCLAIM` finds it when it has been idle for long enough. Each call
+//!   examines only a few pending messages, so the next call continues at the cursor that the last call returned.
+//! - *Poison*: Redis has no limit of deliveries, so the consumer has one. The consumer copies the message to a stream
+//!   of its own, with the reasons as fields, then acknowledges the message.
+//! - *Trimming*: other groups may not have read an entry that this group acknowledges, so the consumer deletes no
+//!   entry. The producer trims the stream (`XADD … MINID ~ …`), or, from Redis 8.2 on, the consumer uses `XACKDEL …
+//!   ACKED`.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -68,6 +75,7 @@ async fn deliver(app: App, message: StreamId) -> Result<(), Failure> {
             app.run.acknowledged(&event, &outcome)?;
             app.ack(&message.id).await?;
         }
+            // If this acknowledgement fails, the next delivery gets the recorded result.
         Disposition::Retry { .. } => {}
         Disposition::DeadLetter => {
             eprintln!("entry {} is set aside: {}", message.id, fleet::reason(result));

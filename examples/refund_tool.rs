@@ -1,18 +1,22 @@
-//! Shows an agent's tool that uses `#[idempotent]`: the model repeats calls, the client reconnects, and the
-//! server is killed.
+//! Shows an agent's tools that use `#[idempotent]` and `idem_rmcp`: the model repeats calls, changes its mind and gives
+//! up, the client leaves, and the server is killed.
 //!
 //! `cargo run --example refund_tool --features rmcp` is an MCP client that starts this program again as its server,
 //! over stdio, and kills it in the middle of a refund. Records are in a SQLite file.
 //!
-//! - *Key*: from the arguments if they identify the operation: `refund` happens once for each order, however often the
-//!   model calls. If they do not, the key comes from `_meta`: a customer may get two credits, so a key that the client
-//!   sets identifies the credit whose call is repeated. The call's id can't be a key: it differs in each attempt, and
-//!   starts at 1 in each connection.
-//! - *Caller*: the first part of the key, so that no caller gets another caller's answers. Over stdio, the caller is
-//!   the user who started the server; over HTTP, it is the subject of the token. The name in `clientInfo` is
-//!   unverified.
-//! - *Answers*: an error is an answer to the model (`is_error`), and names the next step, which is mostly to repeat the
-//!   call. A model that reads only "failed" tries another amount, another order or another key.
+//! - *Key*: the tenant and the object of the operation, if this object identifies the operation: an order is refunded
+//!   once, however often a model calls, and whichever agent of the shop calls. Otherwise the key comes from `_meta`: a
+//!   customer may get two credits, so a key that the client sets identifies the credit whose call is repeated. Such a
+//!   key belongs to the caller. The call's id can't be a key: it differs in each attempt, and starts at 1 in each
+//!   connection.
+//! - *Tenant and caller*: over stdio, the user who started the server; over HTTP, the claims of the token. The name in
+//!   `clientInfo` is unverified, and identifies no caller.
+//! - *Amount*: the amount is no part of the fingerprint, so that a failed try with a wrong amount does not prevent a
+//!   try with the right one. The record holds the amount that the bank has paid, and the tool compares it with the
+//!   amount of the call.
+//! - *Answers*: an error is an answer to the model (`is_error`), and names the next step, which is usually to repeat
+//!   the call. A model that reads only "failed" tries another amount, another order or another key.
+//! - *Effects finish*: each call runs in a task of its own, and the server waits for its calls before it ends.
 #![allow(clippy::disallowed_methods, reason = "a client waits for its server")]
 
 use std::io;
@@ -58,7 +62,7 @@ async fn refund(desk: &Desk, refund: &Refund) -> Result<String, Answer> {
     Ok(format!("Refunded {} cents of order {}.", refund.cents, refund.order))
 }
 
-/// Gives one credit for each key of the client. The ledger of credits has no keys: after a crash a person has to check
+/// Gives one credit for each key of a caller. The ledger of credits has no keys: after a crash a person has to check
 /// it.
 #[idempotent(key = "{desk.caller}:{key}", policy = MONEY, store = desk.store, on_crash = fail, fingerprint = (credit.customer, credit.cents))]
 async fn give_credit(desk: &Desk, key: &str, credit: &Credit) -> Result<String, Answer> {
@@ -157,7 +161,7 @@ async fn ask(claims: &mut Claims, folder: &Path) -> Result<(), Failure> {
     claims.check("the same refund with another amount is refused", refused);
     claims.check("order 1 was refunded once, by one body", bank.books("order 1") == (1, 1));
 
-    // 2. The model repeats a call while its first call still runs.
+    // 3. The model repeats a call while its first call still runs.
     bank.slow(true)?;
     let arguments = json!({ "order": 2, "cents": 500 });
     let running = tokio::spawn(alice.call("refund", &arguments, None));
@@ -183,7 +187,7 @@ async fn ask(claims: &mut Claims, folder: &Path) -> Result<(), Failure> {
     claims.check("then it refunds", text(&done).starts_with("Refunded"));
     claims.check("order 3 was refunded once, although the bank was asked twice", bank.books("order 3") == (2, 1));
 
-    // 4. Credits: the arguments do not identify the operation, so each needs a key.
+    // 7. Credits: the arguments do not identify the operation, so each credit needs a key.
     let arguments = json!({ "customer": 7, "cents": 300 });
     let without = alice.call("credit", &arguments, None).await?;
     claims.check("a credit without a key is refused", without.is_error == Some(true));
@@ -195,7 +199,8 @@ async fn ask(claims: &mut Claims, folder: &Path) -> Result<(), Failure> {
     mallory.call("credit", &json!({ "customer": 8, "cents": 300 }), Some("call-1")).await?;
     claims.check("another caller's key is another operation", bank.books("customer 8") == (1, 1));
 
-    // 5. The server is killed in the middle of a credit, which is given at most once, so a person has to check it.
+    // 8. The server is killed in the middle of a credit. A credit is given at most once (`on_crash = fail`), so no
+    // attempt repeats it: a person has to check it.
     let arguments = json!({ "customer": 9, "cents": 300 });
     let call = alice.call("credit", &arguments, Some("call-3"));
     claims.check("the server is killed while it credits", alice.call_and_kill(&bank, call, "customer 9").await?);

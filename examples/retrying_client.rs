@@ -7,8 +7,8 @@
 //!
 //! The first try hangs up after a second, while the payment runs. The next tries get 409, wait for the time in
 //! `Retry-After`, and then get the receipt. The first argument is the address of the server (default:
-//! `127.0.0.1:8080`), and the second argument the key. If the key is that of an earlier run, the server charges nothing
-//! and sends the same receipt.
+//! `127.0.0.1:8080`), and the second argument the key. If an earlier run has used the same key, the server charges
+//! nothing and sends the same receipt.
 
 use std::error::Error;
 use std::time::Duration;

@@ -1,16 +1,20 @@
-//! Shows a consumer of SQS that uses `#[idempotent]`, and survives the kill of its process and a redriven message.
+//! Shows a consumer of SQS that uses `#[idempotent]`, and survives the kill of its process, outages of SQS and of its
+//! store, and a redriven message.
 //!
 //! `cargo run --example sqs --features sqs -- --url http://host:4566` publishes orders with duplicates and charges each
-//! exactly once, on an emulator of SQS. Records are in a SQLite file.
+//! exactly once, on an emulator of SQS. Records are in a SQLite file. `-- --outages` starts an emulator of its own, and
+//! makes it unreachable.
 //!
 //! - *Key*: the order, from the payload. Redrive gives a message a new `MessageId`, and so does a producer that sends
 //!   the message again, as `redrive` below shows.
-//! - *Batches*: ten messages are received, handled concurrently and deleted by one request. A batch waits for its
-//!   slowest message. Meanwhile SQS may deliver a settled message again, whose result is replayed. On Lambda, return
-//!   `Batch::item_failures` in place of all requests in `settle`.
+//! - *Requests*: a receive asks for as many messages as handlers are free. On Lambda, which receives the messages
+//!   itself, use `observe_all` and return `Batch::item_failures`.
 //! - *Slow handlers*: another consumer gets the message after its visibility time-out. The beat extends that time-out,
 //!   up to 12 hours after the message was received.
-//! - *Retry*: a new visibility time-out, in whole seconds. *Poison*: sent to the dead-letter queue, then deleted.
+//! - *Retry*: a new visibility time-out, in whole seconds. SQS counts each receive, even one that failed because the
+//!   store was away.
+//! - *Poison*: sent to the dead-letter queue with the reasons as attributes, then deleted. `maxReceiveCount` is higher
+//!   than the consumer's own limit, because SQS adds no reason to a message that it moves.
 
 use std::fmt;
 use std::process::ExitCode;

@@ -34,7 +34,7 @@ async fn main() -> io::Result<()> {
     let address = arguments.next().unwrap_or_else(|| "127.0.0.1:9464".to_owned());
     let file = arguments.next().unwrap_or_else(|| "telemetry.db".to_owned());
     let records = SqliteStore::options().holder("payments").open(&file).await.map_err(io::Error::other)?;
-    // A layer between a process and its store that fails on request.
+    // The layer between a process and its store, which makes operations fail on request.
     let store = FaultyStore::new(&records);
     let shown = store.clone();
     tokio::spawn(traffic(store.clone(), "shop::payments", 20));
@@ -126,7 +126,7 @@ async fn trouble(store: FaultyStore, records: SqliteStore) -> Infallible {
             let call = operation(&store, scope, text("stopped"), POLICY.on_crash(OnCrash::Fail));
             let _ = tokio::time::timeout(LEASE / 10, call.run(pending::<Result<u32, Error>>())).await;
         }
-        // Calls with a result too large, another payload, exhausted attempts, a time-out and a missing key.
+        // Calls with a result that is too large, another payload, exhausted attempts, a time-out and a missing key.
         for _ in 0..2 {
             let policy = POLICY.max_result_bytes(1000);
             let _ = operation(&store, scope, text("large"), policy).run(ok("x".repeat(5000))).await;

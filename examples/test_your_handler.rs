@@ -89,7 +89,7 @@ fn a_dead_worker_is_followed_after_its_lease() {
     });
 }
 
-/// A bank whose charges the simulation counts, and whose answers it loses.
+/// A bank whose charges the simulation counts, and whose answers the simulation loses.
 impl Bank for Worker {
     async fn charge(&self, order: u32, key: String) -> io::Result<u32> {
         self.effect(format!("charge {order}")).key(key).await.map_err(io::Error::other)?;

@@ -1,5 +1,5 @@
-//! The bank of the example `refund_tool`, which keeps a log of payments, and an MCP client that starts the server of
-//! the example and kills it.
+//! A bank that keeps a log of payments, and an MCP client that starts the server of the example `refund_tool`, leaves
+//! it and kills it.
 #![allow(clippy::disallowed_methods, reason = "a client waits for its server")]
 
 use std::fs::{self, File, OpenOptions};
@@ -34,7 +34,7 @@ impl Bank {
         Self(folder.to_owned())
     }
 
-    /// Pays once for each `payment` key.
+    /// Pays once for each `payment` key. Returns the amount that was paid for that key.
     ///
     /// # Errors
     /// If the books can't be written.
@@ -79,7 +79,7 @@ impl Bank {
 pub struct Connection(Child, RunningService<RoleClient, ()>);
 
 impl Connection {
-    /// Starts a server for `caller`.
+    /// Starts a server for a caller of a shop.
     ///
     /// # Errors
     /// If the server does not start.

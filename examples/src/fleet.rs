@@ -1,7 +1,7 @@
 //! Parts that the examples for brokers share: the messages, a bank that keeps a log of payments (its books), worker
-//! processes that are killed, and the audit of the books.
+//! processes that are killed, and the audit of the books. `outages` has the run in which broker and store are away.
 //!
-//! This module uses neither the idempotency library nor a broker: each example uses both in its own file.
+//! This module uses no broker: each example uses its broker in its own file.
 #![allow(clippy::disallowed_methods, reason = "a bank takes its time")]
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -213,8 +213,7 @@ impl Run {
     }
 }
 
-/// Runs an example. `publish` creates the queues unless they exist, and publishes messages; `work` runs a worker
-/// process until SIGTERM; `clean_up` removes the queues.
+/// Runs an example. `work` runs a worker process until SIGTERM.
 ///
 /// The exit code is 0 if every order was charged exactly once, 1 if not, and 2 if the example could not run.
 pub fn main(
@@ -321,8 +320,8 @@ fn arguments(program: &str, default_url: &str) -> Result<Option<String>, String>
     }
 }
 
-/// Returns the events and the payloads of all messages except those of the slow order, which are published later. One
-/// payload can't be read, and has no event.
+/// Returns the events and the payloads of all messages except the slow messages, which are published later. One payload
+/// can't be read, and has no event.
 fn first_messages() -> (Vec<Event>, Vec<Vec<u8>>) {
     let event = |order: u64, copy, mishap| Event { order, cents: 100 + order, copy, mishap };
     let mut events =
@@ -477,7 +476,7 @@ impl Audit {
                 wrong.push(what.to_owned());
             }
         };
-        // Each order must be charged once, except the poisoned one.
+        // Each order must be charged once, except the order of the poisoned message.
         let published: BTreeMap<u64, Mishap> =
             events.iter().chain(&slow).map(|event| (event.order, event.mishap)).collect();
         for (order, mishap) in &published {

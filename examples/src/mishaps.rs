@@ -19,7 +19,7 @@ pub enum Mishap {
 }
 
 impl Mishap {
-    /// Returns the fault of a charge for `event`; only the first charge of an event has one.
+    /// Returns the fault of a charge for `event`; only the first charge of an event has a fault.
     pub fn of(event: &Event, is_first: bool) -> Self {
         match event.index {
             _ if !is_first => Self::None,
@@ -33,8 +33,8 @@ impl Mishap {
     }
 }
 
-/// Returns the messages of a producer that publishes an event again when it is in doubt: every tenth event twice in a
-/// row, and every 25th event once more at the end.
+/// Returns the messages of a producer that publishes an event again when the producer is in doubt: every tenth event
+/// twice in a row, and every 25th event once more at the end.
 pub fn deliveries(events: &[Event]) -> impl Iterator<Item = &Event> {
     let in_order =
         events.iter().flat_map(|event| std::iter::repeat_n(event, if event.index % 10 == 2 { 2 } else { 1 }));

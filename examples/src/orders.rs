@@ -50,7 +50,7 @@ impl fmt::Display for Malformed {
     }
 }
 
-/// Reads every line with an order, and returns the reason for each line without one. Blank lines are skipped.
+/// Reads all lines. Returns the orders, and the reason for each line that is not an order. Blank lines are skipped.
 pub fn read(input: &[u8]) -> (Vec<Event>, Vec<Malformed>) {
     let (mut events, mut malformed) = (Vec::new(), Vec::new());
     let input = input.strip_prefix("\u{feff}".as_bytes()).unwrap_or(input);

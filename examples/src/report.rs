@@ -20,7 +20,7 @@ pub enum Count {
     Failure,
     /// A delivery was rejected because another delivery's handler was running; the broker delivers the message again.
     InProgress,
-    /// A message was set aside, so that a person decides about it.
+    /// A message was set aside, for a decision of a person.
     DeadLetter,
     /// The body of the handler started.
     BodyRun,

@@ -1,4 +1,4 @@
-//! Shows workers of apalis 1 that use the layer for tower, and survive the kill of one of them.
+//! Shows workers of apalis 1 that use `idem_apalis::OperationLayer`, and survive the kill of one of them.
 //!
 //! `cargo run --manifest-path examples/apalis/Cargo.toml` pushes orders with duplicates as tasks and charges each
 //! exactly once, with a Redis as the queue. Records are in a SQLite file. `-- --url redis://host` uses another Redis
@@ -8,13 +8,11 @@
 //!   `idempotency_key` of apalis prevents a second push of a task, not a second run.
 //! - *Slow handlers*: no extension is needed. A worker that sends no heartbeats loses its tasks, even if it is only
 //!   frozen.
-//! - *Place of the layer*: around the service that the task's function calls. A layer of the worker is outside of
-//!   apalis's own bookkeeping: if such a layer answers a task without the function, as it does for a replay, the task
-//!   stays pending and is handed out again immediately, forever.
-//! - *Retry*: `RetryAfterError`. The queue in Redis ignores the time in that error: the queue waits one second longer
-//!   after each attempt, and gives up after 25 attempts. *Poison*: `AbortError`, which moves the task to the dead
-//!   tasks.
-//! - *Arguments*: as text, so that the example itself can set aside arguments that can't be read.
+//! - *Place of the layer*: around the handler; see `idem_apalis`.
+//! - *Retry* and *poison*: the layer returns the errors that apalis expects. The queue in Redis ignores the time of a
+//!   retry: the queue waits one second longer after each attempt. It gives up after 25 attempts.
+//! - *Arguments*: as text, because arguments that apalis itself can't decode end the worker. A task whose arguments
+//!   can't be read has no key, so the layer sets the task aside.
 #![allow(clippy::disallowed_methods, reason = "a worker that is stopped is given some time")]
 
 use std::io;
