@@ -11,10 +11,11 @@ use crate::store::StoreArguments;
 
 /// Prints the stored key of a handler's call or of an HTTP request, to find the record for a support ticket.
 ///
-/// There are three forms: a key as an error shows it (`idem key pay/42`); a template of a handler and its values
-/// (`idem key --scope pay --template 'order:{}:{}' acme 42`); an HTTP request
-/// (`idem key --http --method POST --route /payments --caller alice CLIENT-KEY`). With a store, the output also
-/// contains the command that shows the record in the store's own client.
+/// There are three forms: a key as an error shows it (`idem key pay/42`); a template of a handler and its values (`idem
+/// key --scope pay --template 'order:{}:{}' acme 42`); an HTTP request (`idem key --http --method POST --route
+/// /payments --caller alice CLIENT-KEY`). With a store, the output also contains the command that shows the record in
+/// the store's own client. All lines can be pasted into a shell: a key with spaces or other special characters is
+/// printed in quotes.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct KeyArguments {

@@ -72,6 +72,7 @@ struct Change {
 #[derive(clap::Args)]
 #[command(after_help = STATUSES, group = clap::ArgGroup::new("end").required(true))]
 pub(crate) struct Resolve {
+/// Refused if the result has another shape than good results of the same scope; `--shape` prints that shape.
     /// The key, as `<scope>/<text>`
     key: String,
     /// The operation completed with the result in this file (`-`: standard input), in the form of the handler's codec
@@ -130,8 +131,8 @@ pub(crate) struct Discard {
 
 /// Removes a record with its result: the next delivery runs as the first one.
 ///
-/// Refused while an attempt is running. With `--prefix`, removes all records whose key starts with it; `--dry-run` only
-/// lists them.
+/// Refused while an attempt is running. With `--prefix`, removes all records whose keys start with this prefix;
+/// `--dry-run` only lists these records.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct Forget {

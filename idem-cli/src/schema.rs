@@ -74,7 +74,10 @@ pub(crate) struct Diff {
     json: bool,
 }
 
-/// Creates the missing parts: the table with its index, in SQLite the file, in PostgreSQL the schema. Alters nothing.
+/// Creates a missing table with its index, in SQLite the file, in PostgreSQL the schema. Alters nothing.
+///
+/// Then compares the table with the table that this release needs. Exit status 1 if they differ: an existing table is
+/// not altered.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct Migrate {

@@ -16,11 +16,11 @@
 //!              let operation = app.store.operation(key, policy); // Gets its own store handle: BODY may move `app`.
 //!              let handler = output.values(codec);
 //!              let never = never::<Result<Shipment, ShipError>>; // BODY may define another `Shipment`.
-//!              handler.on(operation).run(async move {
+//!              return handler.on(operation).run(async move {
 //!                  let _ = &app; let _ = &event; // Owned by the body: dropped before the key is freed.
 //!                  if false { return never(); }
 //!                  BODY
-//!              }).await
+//!              }).await;
 //!          }
 //! ```
 //!
@@ -234,8 +234,8 @@ impl Expansion<'_> {
                 quote_spanned!(site=> .max_attempts(const { __idem::at_least_one(#count) }))
             }
             Setting::Migrate(function) => {
-                // The span is the span of the function, so that a message about the function's signature points
-                // at the function.
+                // This code has the span of the migrating function, so that a message about its signature points at
+                // this function.
                 let migrate = quote_spanned!(blamed(function)=> __idem::OnUndecodable::Migrate(#function));
                 quote_spanned!(site=> .on_undecodable(#migrate))
             }

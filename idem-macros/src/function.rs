@@ -55,7 +55,8 @@ fn find(tokens: TokenStream, word: &str) -> Option<Span> {
 }
 
 fn is_function(item: ParseStream<'_>) -> bool {
-    // Only a function has the word `fn` before its first brace.
+    // A function has the word `fn` before its first brace. A few other items contain this word, too, such as `type F =
+    // fn();`; the parser of signatures rejects these items.
     let tokens: TokenStream = item.fork().parse().unwrap_or_default();
     let is_braces =
         |token: &TokenTree| matches!(token, TokenTree::Group(group) if group.delimiter() == Delimiter::Brace);

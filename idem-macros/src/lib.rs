@@ -70,8 +70,9 @@ use crate::validate::Call;
 /// | [`lease`](#lease) | time that a crashed attempt holds its key | `"30s"` |
 /// | [`timeout`](#timeout) | longest run of the body | `"1h"` |
 /// | [`in_progress`](#in_progress) | `reject`, `wait("10s")`: a duplicate of a running attempt | `reject` |
-/// | [`on_error`](#on_error) | `release`, `record`, a function: whether an `Err` is a result | `release` |
-/// | [`on_crash`](#on_crash) | `retry`, `fail`: the effect of a lapsed lease | `retry` |
+/// | [`on_error`](#on_error) | `release`, `record`, `uncertain`, a function: the meaning of an `Err` | `release` |
+/// | [`error_ttl`](#error_ttl) | time that a recorded error is kept | `ttl` |
+/// | [`on_crash`](#on_crash) | `retry`, `fail`, `reconcile(…)`: the effect of a lapsed lease | `retry` |
 /// | [`max_attempts`](#max_attempts) | largest number of starts of the body | unlimited |
 /// | [`fingerprint`](#fingerprint) | the payload, which must be the same in a duplicate | none |
 /// | [`missing_key`](#missing_key) | `reject`, `run`: a key that is `None`, empty or blank | `reject` |
@@ -150,8 +151,8 @@ use crate::validate::Call;
 ///
 /// ## `lease`
 ///
-/// Time for which a pending record blocks other attempts without a renewal. While the body runs, the lease is renewed
-/// after every third of this time. A crashed process keeps its keys for this time. At least `"100ms"`.
+/// Time for which a pending record blocks other attempts if its lease is not renewed. While the body runs, the lease is
+/// renewed after every third of this time. A crashed process keeps its keys for this time. At least `"100ms"`.
 ///
 /// ## `timeout`
 ///
@@ -169,9 +170,10 @@ use crate::validate::Call;
 /// ## `on_error`
 ///
 /// `release` frees the key, and the next delivery runs the body again. `record` stores the error as a result and
-/// replays it; it needs `E: Serialize + DeserializeOwned`. An error is never recorded if the library temporarily
-/// refused a call inside the same body (`InProgress`, `Store`, `confirm_lease`, …): the refusal alone may have caused
-/// the error. A function decides for each error:
+/// replays it; it needs `E: Serialize + DeserializeOwned`. `uncertain` says that the effect may have happened, as after
+/// a time-out: no body runs again before the [reconciler](#on_crash) or an operator has settled the doubt. An error is
+/// never recorded if the library temporarily refused a call inside the same body (`InProgress`, `Store`,
+/// `confirm_lease`, …): the refusal alone may have caused the error. A function decides for each error:
 ///
 /// ```
 /// use idem_runtime::{Error, MemoryStore, OnError, idempotent};
@@ -181,6 +183,7 @@ use crate::validate::Call;
 /// enum ChargeError {
 ///     Declined,
 ///     Unavailable,
+///     TimedOut,
 ///     Idempotency(String),
 /// }
 ///
@@ -190,15 +193,17 @@ use crate::validate::Call;
 ///     }
 /// }
 ///
-/// // A declined card is not charged again; a bank that was unavailable is called again.
-/// fn is_final(error: &ChargeError) -> OnError {
+/// // A declined card is not charged again; a bank that was unavailable is called again. After a time-out the card may
+/// // have been charged.
+/// fn judge(error: &ChargeError) -> OnError {
 ///     match error {
 ///         ChargeError::Declined => OnError::Record,
+///         ChargeError::TimedOut => OnError::Uncertain,
 ///         _ => OnError::Release,
 ///     }
 /// }
 ///
-/// #[idempotent(key = "{order}", ttl = "1d", store = store, on_error = is_final)]
+/// #[idempotent(key = "{order}", ttl = "1d", store = store, on_error = judge)]
 /// async fn charge(store: &MemoryStore, order: u64, answer: ChargeError) -> Result<(), ChargeError> {
 ///     Err(answer)
 /// }
@@ -213,11 +218,20 @@ use crate::validate::Call;
 /// # }
 /// ```
 ///
+/// ## `error_ttl`
+///
+/// Time for which an error that `on_error` records is kept, counted from its completion (default: `ttl`).
+///
 /// ## `on_crash`
 ///
 /// `retry`: when a lease has lapsed, the next delivery takes over and runs the body again (at least once). `fail`:
 /// after a body that started and did not return, no further body starts. Callers get `Error::Interrupted` until an
 /// operator resolves the record (at most once).
+///
+/// `reconcile(find_charge(app, order))`: as `fail`, but the next delivery asks the outside world. The value in the
+/// parentheses is a future of a `Result<Reconciliation<T>, E>`, usually the call of an `async fn` with arguments of the
+/// handler. The future is polled only when the effect of an earlier attempt is in doubt, under the lease of the new
+/// attempt and before the body; `idem_runtime::Reconciliation` has an example.
 ///
 /// ## `max_attempts`
 ///
@@ -346,8 +360,8 @@ use crate::validate::Call;
 ///
 /// # Expansion
 ///
-/// The expansion is a single call of `idem_runtime::run` with the store, the key, a `const` policy and the body as an
-/// `async` block. You can also write this call yourself.
+/// The expansion makes an operation of the store, the key and a `const` policy, and runs the body in it as an `async`
+/// block. `idem_runtime::Operation::run` does the same without the attribute.
 #[proc_macro_attribute]
 pub fn idempotent(args: proc_macro::TokenStream, item: proc_macro::TokenStream) -> proc_macro::TokenStream {
     attribute(args.into(), &item.into()).into()

@@ -84,7 +84,8 @@ pub(crate) fn args(input: ParseStream<'_>, problems: &mut Problems) -> Args {
             problems.push(missing_comma(input, &mut args));
             skip_value(input);
         }
-        // If there is no comma, the input has ended, because `skip_value` skips everything before the next option.
+        // The next token is a comma, or the input has ended: after a mistake, `skip_value` stops at the comma before
+        // the next option.
         let _ = input.parse::<Token![,]>();
     }
     args
@@ -193,7 +194,8 @@ pub(crate) fn ungroup(expr: Expr) -> Expr {
 }
 
 fn meant(word: &str) -> Option<&'static str> {
-    // Names that other libraries use for an option are listed, because their letters differ too much from our names.
+    // Names that other libraries use for an option are listed, because `nearest` finds no similar option for these
+    // names.
     let elsewhere = match word {
         "expires" | "expires_in" | "expiry" | "retention" => Some("ttl"),
         "id" | "idempotency_key" => Some("key"),

@@ -24,7 +24,7 @@ const MAX_FILE_BYTES: u64 = 4 << 20;
 /// Checks that an HTTP server follows the rules of the Idempotency-Key.
 ///
 /// The server provides an operation that counts its runs, a second operation, and the counter. docs/http.md describes
-/// them.
+/// these routes.
 #[derive(clap::Args)]
 #[command(
     after_help = "Exit status: 0 if every required case passed, 1 if one failed, 2 for wrong use or a server that \

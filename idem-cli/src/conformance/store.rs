@@ -12,8 +12,9 @@ use crate::store::StoreArguments;
 
 /// Checks that a store keeps the contract, with two connections to its server.
 ///
-/// The check writes some thousand records in the scope `conformance` and in others; they expire within 20 minutes. Some
-/// clauses are not checked here: those about an unreachable server, about foreign values, and about blocked records.
+/// The check writes some thousand records in the scope `conformance` and in other scopes; these records expire within
+/// 20 minutes. Clauses about an unreachable server, about foreign values and about blocked records are not checked
+/// here.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct StoreCheckArguments {

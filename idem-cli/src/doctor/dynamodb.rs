@@ -14,7 +14,7 @@ const MAX_CLOCK_SKEW: i128 = 1;
 
 pub(crate) async fn examine(table: &Table, timeout: Duration, findings: &mut Findings) -> Result<(), Stop> {
     let (client, date) = table.client()?;
-    // If the credentials may not describe the table, all further checks still run.
+    // If the credentials lack the right to describe the table, all further checks still run.
     let described = in_time(timeout, client.describe_table().table_name(&table.name).send()).await?;
     let described = match described {
         Ok(described) => Some(described),

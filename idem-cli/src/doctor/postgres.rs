@@ -12,8 +12,7 @@ use crate::store::postgres::{Database, VERSION, ask, differences, refused};
 /// Number of dead rows above which the doctor warns, if the table also has more than half as many dead rows
 /// as live rows.
 const MANY_DEAD: i64 = 10_000;
-/// Number of rows that expired more than a day ago and still exist, from which the doctor warns. The doctor counts no
-/// further.
+/// Number of rows that expired more than a day ago and still exist, at which the doctor stops counting, and warns.
 const MANY_EXPIRED: i64 = 10_000;
 /// Highest fill factor that leaves space for a small result in the page of its reservation (measured:
 /// benches/README.md).
@@ -27,8 +26,8 @@ const LATE_VACUUM: f64 = 1e6;
 const SLOW_VACUUM: f64 = 3600.0;
 /// Number of pages in 64 MB. The bloat of a smaller table does not matter.
 const LARGE_PAGES: f64 = 8192.0;
-/// Ratios of the size of a table, and of its indexes, to the size of its rows, above which an operator should look. The
-/// fill factor alone doubles a table with small results, and triples a table that holds only reservations.
+/// Ratios of the size of a table, and of its indexes, to the size of its rows, above which the doctor warns. The fill
+/// factor alone doubles a table with small results, and triples a table that holds only reservations.
 const BLOATED_HEAP: f64 = 4.0;
 const BLOATED_INDEX: f64 = 3.0;
 
@@ -302,7 +301,7 @@ async fn vacuum(client: &Client, tables: &[Table], findings: &mut Findings) -> R
 async fn bloat(client: &Client, tables: &[Table], findings: &mut Findings) -> Result<(), tokio_postgres::Error> {
     let mut bloated = None;
     for table in tables.iter().filter(|it| it.pages + it.index_pages > LARGE_PAGES && it.rows >= 0.0) {
-        // A column that the login may not read has no visible statistics.
+        // A login sees the statistics of a column only if it has the right to read that column.
         let question = "SELECT coalesce(sum(avg_width * (1 - null_frac)), 0)::float8,
                                coalesce(sum(avg_width) FILTER (WHERE attname = 'key'), 0)::float8
                         FROM pg_stats WHERE format('%I.%I', schemaname, tablename)::regclass = $1::text::regclass";

@@ -1,8 +1,8 @@
 //! `dynamodb://TABLE?region=NAME[&endpoint=URL]`.
 //!
-//! This program uses the SDK without its HTTP client and without its search for credentials, which would be larger than
-//! the whole program. A plain HTTP/1.1 client is enough for a command, and the program reads credentials from the usual
-//! environment variables.
+//! This program uses the SDK without its HTTP client and without its search for credentials, because these two parts
+//! would be larger than the whole program. A plain HTTP/1.1 client is enough for a command, and the program reads
+//! credentials from the usual environment variables.
 
 use std::io;
 use std::sync::{Arc, Mutex};

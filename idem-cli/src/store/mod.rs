@@ -92,8 +92,8 @@ pub(crate) trait Place {
     /// Returns the name of this kind of store in errors and logs.
     fn kind(&self) -> &'static str;
 
-    /// Returns the name that a record with this stored key has in the server, and the server's own command that shows
-    /// the record.
+    /// Returns the name that a record with this stored key has in the server, and the command line of the server's own
+    /// client that shows the record. The command line can be pasted into a shell, and has no password.
     fn look_up(&self, namespace: Option<&str>, key: &str) -> (String, String);
 
     /// Opens the store, which must exist.

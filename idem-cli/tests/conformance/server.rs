@@ -639,7 +639,7 @@ fn response(answer: Answer) -> Response {
     response.body(Body::from(answer.body)).unwrap()
 }
 
-/// Forgets a record when it is dropped.
+/// Guard whose drop removes a record.
 #[derive(Debug)]
 struct Forget {
     server: Arc<Server>,

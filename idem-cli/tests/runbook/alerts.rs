@@ -50,6 +50,9 @@ pub(crate) struct Looks {
 
 impl Looks {
     /// Returns the increase of each series that the first selector of `expr` selects; for a gauge, its value.
+    ///
+    /// As in Prometheus, `increase` returns nothing for a series that did not exist before. An expression with `unless`
+    /// adds the whole value of such a series.
     fn grown(&self, expr: &str) -> Vec<Series<'_>> {
         let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
         let from = &expr[expr.find("idem_").expect("a metric")..];

@@ -153,8 +153,8 @@ async fn the_runbook_resolves_a_ttl_that_is_too_short() {
     let clock = ManualClock::new();
     let mut scene = Scene::at("A `ttl` is too short", "");
     scene.url = format!("sqlite:{}", scene.folder.file().display());
-    // The clock of the test starts in the past, and shows the present wall time at the end: the command uses the real
-    // clock.
+    // The clock of the test starts in the past, and shows the present wall time at the end, because the command uses
+    // the real clock.
     clock.set_wall(SystemClock::default().wall().saturating_sub(HOUR + HOUR / 12));
     let options = SqliteStore::options().holder("payments").clock(clock.clone());
     let store = options.open(scene.folder.file()).await.unwrap();

@@ -171,7 +171,7 @@ pub(super) struct Send {
     pub(super) key: Option<String>,
     /// Field lines that the request sends instead of `key`, as written, except that a key replaces `{name}`.
     pub(super) fields: Vec<String>,
-    /// A text is sent as is, every other value as JSON.
+    /// Body of the request: a text is sent as is, every other value as JSON.
     pub(super) body: Option<Value>,
 }
 
@@ -186,7 +186,7 @@ pub(super) enum How {
     Together(u16),
     /// This many requests at the same time over one connection.
     Pipelined(u16),
-    /// Repeatedly, until the response is not 409.
+    /// One request, which is repeated until its response is not 409.
     UntilFree,
     /// The client sends half of the body, then hangs up.
     HangUpInBody,
