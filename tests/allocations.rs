@@ -62,8 +62,8 @@ fn now<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// Counts the allocations of one call. Ten calls come before it, so that allocations that a process or thread makes
-/// only once are not counted.
+/// Counts the allocations of one call. Ten earlier calls make the allocations that a process or a thread makes only
+/// once.
 fn counted(mut call: impl FnMut(u64)) -> AllocationInfo {
     for id in 0..10 {
         call(id);
@@ -164,7 +164,7 @@ fn a_first_run_allocates_its_key_its_result_and_its_record() {
         most = most.max(first.count_total);
         least = least.min(first.count_total);
     }
-    // Allocations: the key, the texts of the result, its encoding, the record, and the value that replays share.
+    // A call allocates the key, the texts of the result, its encoding, the record, and the value that replays share.
     assert_eq!(least, 1 + TEXTS + 1 + 1 + 1 + of_the_check());
     // A shard that grows adds allocations for its chunk of slots, and sometimes for its table or its list.
     assert!(most <= least + 4, "{most}");
@@ -201,7 +201,7 @@ fn finish(store: &MemoryStore, lease: &idem_runtime::store::Lease) {
 }
 
 /// Fills a store record by record, and measures the bytes for each record in addition to key and payload. Returns the
-/// largest of these numbers and the last one.
+/// largest and the last of the measured numbers.
 fn overhead(most: usize, finished: bool, fingerprint: Option<Fingerprint>) -> (f64, f64) {
     let key_bytes = key(0).as_str().len();
     let own = key_bytes + if finished { PAYLOAD } else { 0 };
@@ -266,7 +266,7 @@ fn the_memory_of_expired_records_is_freed() {
     assert!(each <= 150, "{each}");
 }
 
-/// The number of allocations for an encoding depends on the codec. `Json` needs a single one.
+/// The number of allocations for an encoding depends on the codec. `Json` needs a single allocation.
 #[test]
 fn json_encodes_with_one_allocation_of_the_exact_size() {
     let value = receipt(1);

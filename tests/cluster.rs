@@ -423,7 +423,7 @@ async fn renews_but(handle: &dyn Store, leases: &[Lease], silent: &[bool], how: 
 #[test]
 fn a_stopped_node_delays_only_its_own_keys() {
     side_by_side([false, true], async |confirmed| {
-        // No replica replaces the silent node, and the store awaits its answers for the whole test.
+        // No replica replaces the silent node, and the store awaits the node's answers for the whole test.
         let cluster = Cluster::start(60_000);
         let patient = || RedisStore::options().response_timeout(LEASE);
         let options = || if confirmed { patient().min_replicas(1, Duration::from_secs(5)) } else { patient() };
@@ -433,7 +433,7 @@ fn a_stopped_node_delays_only_its_own_keys() {
         let on_first = |name: &str| cluster.serves(&record_of(name)) == Some(0);
         let silent: Vec<_> = names.iter().map(|name| on_first(name)).collect();
         assert!(silent.contains(&true) && silent.contains(&false));
-        // The slot of this key moves from the second node to the third one, which the store does not know.
+        // The slot of this key moves from the second node to the third node. The store does not know of the move.
         let moved =
             (0..).map(|n| format!("moved{n}")).find(|name| cluster.serves(&record_of(name)) == Some(1)).unwrap();
         let named = |prefix: &str, first: bool, count: usize| -> Vec<String> {
@@ -465,7 +465,7 @@ fn a_stopped_node_delays_only_its_own_keys() {
                 });
             });
         });
-        // All other operations succeed as well, while operations on the stopped node hang.
+        // All operations on other nodes succeed while operations on the stopped node hang.
         let hanging: Vec<_> = hanging.iter().map(|name| request(&store, name)).collect();
         let hang = futures::future::join_all(hanging.iter().map(|request| store.reserve(request)));
         let go_on = async {
@@ -537,7 +537,7 @@ async fn a_store_follows_slots_that_move() {
         assert_eq!(ask::<usize>(to, &format!("CLUSTER COUNTKEYSINSLOT {slot}")).unwrap(), 50);
         let begun_there = reserved(&store, &name(1001)).await;
         assert_eq!(renew_all(&store, std::slice::from_ref(&begun_there)).await.unwrap(), [Verdict::Applied]);
-        // One call renews leases of which some have moved, and some have not.
+        // One call renews leases whose records have moved, and leases whose records have not moved.
         renews().await;
         let moved: Vec<String> = (2000..2004).map(|n| record_of(&name(n))).collect();
         say(from, &format!("MIGRATE 127.0.0.1 {to} {EMPTY} 0 5000 KEYS {}", moved.join(" ")));
@@ -769,8 +769,8 @@ fn an_unreplicated_result_is_lost_with_the_primary_and_runs_again() {
         assert!(answered(async || store.inspect(&key(&finished)).await).await.is_none());
         let (result, outcome) = call(&store, &finished, &runs).await;
         assert_eq!((result.unwrap(), outcome.executed(), outcome.attempt()), (2, true, Some(1)));
-        // The pending reservation is forgotten too: another attempt runs concurrently under the same number. The first
-        // attempt loses its lease at its next write.
+        // The pending reservation is forgotten too: another attempt runs concurrently with the same attempt number. The
+        // first attempt loses its lease at its next write.
         let other = reserved(&store, &running).await;
         assert_eq!((lease.attempt, other.attempt), (1, 1));
         assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Refused);
@@ -811,8 +811,8 @@ fn with_min_replicas_an_unreplicated_result_was_never_acknowledged() {
         let Err(Error::Store { source, .. }) = result else { panic!("{result:?}") };
         assert_eq!(source.kind(), StoreErrorKind::Unconfirmed, "{source}");
         assert_eq!(runs.load(Ordering::SeqCst), 1);
-        // A renewal without a replica's confirmation fails. A duplicate still gets `InProgress`, because a caller
-        // relies on nothing in this answer.
+        // A renewal without a replica's confirmation fails. A duplicate still gets `InProgress`, because no caller
+        // relies on this answer.
         let error = renew_all(&store, std::slice::from_ref(&lease)).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Unconfirmed, "{error}");
         let pending = store.reserve(&request(&store, held)).await.unwrap();

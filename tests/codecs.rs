@@ -138,7 +138,7 @@ macro_rules! for_each_codec {
 #[test]
 fn every_codec_decodes_the_value_that_it_encoded() {
     for_each_codec!(C => {
-        // Empty, zero and extreme values of every kind, and long values.
+        // For every kind of value, the test uses empty, zero, extreme and long values.
         round_trip::<C, _>(&order());
         round_trip::<C, _>(&());
         round_trip::<C, _>(&Unit);
@@ -568,7 +568,7 @@ fn endlessly_nested_bytes_are_an_error() {
         deep::<MessagePack, Many>(b"\x91");
         deep::<MessagePack, Keyed>(b"\x81\x01");
         deep::<MessagePack, Untagged>(b"\x91");
-        // The type skips the nested value instead of reading it.
+        // `Ignoring` skips the nested value instead of reading it.
         deep::<MessagePack, Ignoring>(b"\x91");
         deep::<Postcard, Tree>(b"\x01");
         deep::<Postcard, Tree>(b"\x02");
@@ -594,7 +594,7 @@ fn a_false_length_in_encoded_bytes_reserves_no_memory() {
     assert_eq!(decode_as_everything::<Postcard>(&most), 0);
     let error = Postcard::decode::<Vec<()>>(&most).unwrap_err().to_string();
     assert_eq!(error, "it claims to have more elements than it can hold, after byte 10");
-    // A thousand lists claim the largest length that one list may have.
+    // A thousand lists claim 65,535 elements each: one such list is within the limit, and all together exceed it.
     let lists = [&[0xe8, 0x07][..], &[0xff, 0xff, 0x03].repeat(1000), &[0; 8]].concat();
     assert!(Postcard::decode::<Vec<Vec<()>>>(&lists).is_err());
     for marker in [0xc6, 0xc9, 0xdb, 0xdd, 0xdf] {
@@ -888,7 +888,7 @@ async fn only_results_of_plain_bytes_are_not_recorded_as_json() {
     is_json(Ok::<Vec<u8>, String>(vec![1])).await;
     is_json((Pdf(vec![1, 2]), Raw(vec![3]))).await;
     is_json(serde_json::json!([1, 2, 3])).await;
-    // Lists in which some elements are bytes and others are not.
+    // In these lists some elements are bytes, and other elements are not.
     for at in 0..4 {
         let mut numbers = [const { Byte(Some(1)) }; 4].to_vec();
         numbers[at] = Byte(None);

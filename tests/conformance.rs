@@ -51,7 +51,7 @@ fn memory() -> Subject {
     Subject::new(store.clone()).peer(store.peer())
 }
 
-/// Options under which a replica confirms every write. The limit is long, because no server fails here.
+/// Options under which a replica confirms every write. The time limit is long, because no server fails here.
 fn replicated() -> RedisOptions {
     RedisStore::options().min_replicas(1, Duration::from_secs(5))
 }

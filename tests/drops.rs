@@ -2,8 +2,9 @@
 //!
 //! A call is dropped by its caller (a time-out, a `select!`), with its task, with its runtime, or on a thread without a
 //! runtime. The call runs alone, among 64 tasks, or among replays, and over proxies ("lines") that may let a request
-//! overtake one of another connection. After all late writes, every key must be free, recorded, or interrupted by a
-//! body that did not return, and must stay so. Then calls are dropped while their store does not answer for two leases.
+//! overtake a request of another connection. After all late writes, every key must be free, recorded, or interrupted by
+//! a body that did not return, and must stay in this state. Then calls are dropped while their store does not answer
+//! for two leases.
 //!
 //! `IDEM_DROPS_SEED` repeats the random choices of a run, but not the order in which the servers work.
 #![allow(

@@ -50,7 +50,7 @@ fn wired(test: &str) -> (DynamoStore, Wire) {
     (options(test).build(client(&wire), TABLE), wire)
 }
 
-/// Returns a store like that of [`wired`], with this clock skew in milliseconds and a clock that stands still at `now`.
+/// Returns a store as [`wired`] does, with this clock skew in milliseconds and a clock that stands still at `now`.
 fn timed(test: &str, skew: i64, now: i64) -> (DynamoStore, OddClock) {
     let (clock, skew) = (OddClock::at(now), Duration::from_millis(skew.unsigned_abs()));
     let options = options(test).max_clock_skew(skew).clock(clock.clone());
@@ -111,7 +111,7 @@ async fn the_stored_form_is_pinned() {
         clock.set_wall(THEN + 7_001);
         lease
     };
-    // Items of every kind: pending, renewed, ended in each way, and reopened by an operator.
+    // The items are of every kind: pending, renewed, ended in each way, and reopened by an operator.
     let pending = |on_crash| State::Pending { lease: LEASE, ttl: TTL, on_crash, begun: false };
 
     let lease = begin("pending", None, OnCrash::Retry).await;
@@ -233,8 +233,8 @@ async fn a_result_too_large_for_an_item_ends_the_operation_without_the_result() 
     let (second, _) = call("k", 500_000).await;
     assert!(matches!(second, Err(Error::ResultUnavailable { .. })), "{second:?}");
     assert_eq!(runs.load(Ordering::SeqCst), 1);
-    // If DynamoDB refuses an item as too large although the store has accepted its size, the operation is also recorded
-    // without its result.
+    // If DynamoDB refuses an item as too large although the store has accepted its size, the operation is recorded
+    // without its result, too.
     let body = r#"{"__type":"ValidationException","message":"Item size has exceeded the maximum allowed size"}"#;
     wire.script([Reply::Pass, Reply::Instead(400, body.to_owned())]);
     assert!(call("other", 10).await.1.recorded());
@@ -323,7 +323,7 @@ async fn each_operation_costs_its_documented_requests() {
     assert!(call(&store, "k", &runs).await.1.replayed());
     costs("replay", &["PutItem"]);
 
-    // Calls for a held key: a duplicate, renewals, the release, and the next attempt.
+    // These calls are for a held key: a duplicate, renewals, the release, and the next attempt.
     let lease = reserved(&store, "held").await;
     wire.seen();
     let (result, _) = call(&store, "held", &runs).await;
@@ -437,8 +437,8 @@ async fn machines_within_the_skew_never_take_over_early_and_at_most_two_skews_la
             machines.at(at + i64::try_from(lapses_in.as_millis()).unwrap() - 1);
             refused("a moment too early").await;
         }
-        // The other machine takes over when its own clock shows one skew after the lapse. By the true time, the
-        // takeover then comes at most two skews after the lapse.
+        // The other machine takes over when its own clock is one skew past the lapse. By the true time, this takeover
+        // comes at most two skews after the lapse.
         let free = lapses + ahead[0] - ahead[1] + SKEW + 1;
         assert!((lapses..=lapses + 2 * SKEW + 1).contains(&free), "{ahead:?}");
         machines.at(free - 1);
@@ -558,7 +558,7 @@ async fn a_late_renewal_does_not_shorten_a_lease() {
     clock.set_wall(THEN + 20_000);
     assert_eq!(renew_all(&store, std::slice::from_ref(&held)).await.unwrap(), [Verdict::Applied]);
     let before = item(&raw(), "late-renewal:1/test/k").await;
-    // A renewal that was sent 10 s earlier arrives only now, which looks as if the clock was set back.
+    // The clock is set back by 10 s. To the store, the renewal below looks like a late renewal, sent 10 s earlier.
     clock.set_wall(THEN + 10_000);
     assert_eq!(
         renew_all(&store, std::slice::from_ref(&held)).await.unwrap(),
@@ -723,7 +723,7 @@ fn answers() -> Vec<(Reply, StoreErrorKind)> {
     ] {
         answers.push((Reply::error(status, code), Unconfirmed));
     }
-    // An answer that DynamoDB did not give, or no answer.
+    // DynamoDB gives no such answers, or the answer does not arrive.
     let no_answers = [
         "",
         "{}",
@@ -865,7 +865,7 @@ async fn damaged_items_and_items_of_a_later_version_are_not_changed() {
     let error = store.reserve(&request(&store, "later")).await.unwrap_err();
     assert!(error.kind() == StoreErrorKind::Corrupt && error.to_string().contains("format 2"), "{error}");
     assert_eq!(item(&raw(), "others:1/test/later").await, later);
-    // Damaged attributes, each with a part of the expected error; `None` removes the attribute.
+    // Each damaged attribute comes with a part of the expected error. `None` removes the attribute.
     let spoiled: Vec<(&str, &str, Option<AttributeValue>)> = vec![
         ("format", "not a record", None),
         ("format", "not a record", Some(text("1"))),

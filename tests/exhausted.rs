@@ -3,8 +3,8 @@
 //! `threads_exhausted` and `descriptors_exhausted` in `tests/faults.rs` check workers in such processes, for every
 //! store. The tests here check the errors when a store is opened, and the store in memory.
 //!
-//! Each test runs itself in another process with low limits. No limit of threads binds root, so root runs this process
-//! as another user.
+//! Each test runs itself in another process with low limits. The kernel applies no limit of threads to root, so a test
+//! that root runs starts this process as another user.
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real processes")]
 
 use std::fs::{File, Permissions};
@@ -22,10 +22,11 @@ use idem_tests::server::{Kind, RedisServer};
 const ALONE: &str = "IDEM_TEST_EXHAUSTED";
 const LEASE: Duration = Duration::from_millis(600);
 
-/// Runs the test `name` again in a process with low limits, and passes the text of `server` to this process. Returns
-/// the text in the limited process, and `None` in the process that started it.
+/// Runs the test `name` again in a process with low limits, and passes the text that `server` returns to this process.
+/// Returns the text in the limited process, and `None` in the process that started it.
 fn limited(name: &str, server: impl FnOnce() -> (String, Box<dyn std::any::Any>)) -> Option<String> {
-    /// Number of users so far. A limit of threads applies to all processes of a user, so each test is another user.
+    /// Number of users so far. A limit of threads applies to all processes of a user, so each test runs as another
+    /// user.
     static TESTS: AtomicU32 = AtomicU32::new(0);
     if let Ok(told) = std::env::var(ALONE) {
         return Some(told);
@@ -114,7 +115,7 @@ async fn call(store: &impl Store, key: &str, sleeps: Duration) -> Result<u32, Er
         tokio::time::sleep(sleeps).await;
         Ok::<_, Error>(1)
     };
-    // A busy machine renews late, which must not end the body.
+    // A busy machine renews leases late. A late renewal must not end the body.
     let policy = Policy::new(Duration::from_secs(3600)).lease(LEASE).max_pause(Duration::from_secs(3600));
     Operation::new(store, Key::new("exhausted", key), policy).run(body).await
 }

@@ -1,4 +1,5 @@
-//! Every store under every fault: working processes, their answers during the fault, and the records at the end.
+//! Tests each store under each fault that it can have: worker processes call handlers while the fault begins and ends.
+//! The test checks the answers to these calls and, at the end, the records.
 //!
 //! The table in docs/faults.md is generated from the table in this file. Each cell of the table is a
 //! test with the name of its fault, in the module of its store.

@@ -168,7 +168,7 @@ impl Data {
 }
 
 fn leaf() -> impl Strategy<Value = Data> {
-    // Small numbers, of which many are equal, and arbitrary numbers.
+    // Generates small numbers, so that many are equal, and arbitrary numbers.
     let float = prop_oneof![
         (-4_i8..4).prop_map(f64::from),
         (254_u16..258).prop_map(f64::from),
@@ -512,8 +512,8 @@ fn bytes_of_every_type_have_the_fingerprint_of_an_array_of_numbers() {
             of(&serde_json::to_value(&bytes).unwrap()),
         ];
         assert!(same.iter().all(|other| *other == same[0]), "{len}: {same:?}");
-        // Inside an enum, too, bytes and a tuple of the same numbers have equal fingerprints. One more element that is
-        // no byte changes the fingerprint, in every way to serialize the sequence.
+        // Inside an enum, too, bytes and a tuple of the same numbers have equal fingerprints. A further element that is
+        // no byte changes the fingerprint, however the sequence is serialized.
         let numbers: Vec<_> = bytes.iter().map(|byte| Data::U16((*byte).into())).collect();
         let variant = Data::NewtypeVariant(0, Box::new(Data::Bytes(bytes.clone())));
         assert_eq!(of(&variant), of(&Data::TupleVariant(0, numbers.clone())), "{len}");
@@ -723,7 +723,7 @@ impl Tree {
 }
 
 proptest! {
-    /// The same message has the same fingerprint in every process, and a different message has a different one. The
+    /// Equal messages have equal fingerprints in every process, and different messages have different fingerprints. The
     /// order of elements changes the fingerprint, except in hash tables.
     #[test]
     fn hash_tables_are_unordered_and_lists_are_ordered(one in tree(), other in tree(), turn in 1..4_usize) {

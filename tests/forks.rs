@@ -33,14 +33,14 @@ use idem_tests::stores;
 use tokio::runtime::Builder;
 
 const ALONE: &str = "IDEM_TEST_ALONE";
-/// Time after which a test takes a child as hanging; shorter than SQLite's limit of 30 s for an answer.
+/// Time after which a child counts as hanging; shorter than SQLite's limit of 30 s for an answer.
 const DEADLINE: Duration = Duration::from_secs(20);
 const LEASE: Duration = Duration::from_millis(100);
 /// Number of handlers that a parent runs concurrently. In every second handler the body sleeps and needs renewals.
 const BUSY: u64 = 32;
 
 /// Returns true in a process that runs only the test `name`. In any other process, runs the test alone in a new
-/// process, which must pass, and returns false.
+/// process, where the test must pass, and returns false.
 fn is_alone(name: &str) -> bool {
     if std::env::var_os(ALONE).is_some() {
         return true;
@@ -55,7 +55,7 @@ fn is_alone(name: &str) -> bool {
 /// Calls a handler whose body sleeps for `sleeps`.
 async fn call(store: &dyn Store, key: &str, lease: Duration, sleeps: Duration) -> Result<u32, Error> {
     let policy = Policy::new(Duration::from_secs(3600)).lease(lease).in_progress(InProgress::Wait(LEASE));
-    // A busy machine renews late, which must not end the body.
+    // A busy machine renews leases late. A late renewal must not end the body.
     let policy = policy.max_pause(Duration::from_secs(3600));
     let body = async {
         tokio::time::sleep(sleeps).await;
@@ -64,8 +64,8 @@ async fn call(store: &dyn Store, key: &str, lease: Duration, sleeps: Duration) -
     Operation::new(store, Key::new("forks", key), policy).run(body).await
 }
 
-/// Reports whether a child may get this error. A store in memory and SQLite refuse calls if a thread of the parent was
-/// inside the store during the fork.
+/// Reports whether a child may get this error. The memory store and the SQLite store refuse calls if a thread of the
+/// parent was inside the store during the fork.
 fn is_refused(error: &Error) -> bool {
     let Error::Store { source, .. } = error else { return false };
     source.kind() == StoreErrorKind::Misconfigured && source.to_string().contains("forked")
@@ -126,7 +126,8 @@ fn forks() -> usize {
     std::env::var("IDEM_FORKS").map_or(60, |forks| forks.parse().expect("a number"))
 }
 
-/// Forks children that run `child`, each after `goes_on` has returned. The parent is `paused` while a child runs.
+/// Forks [`forks`] children, one after the other, and fails if a child fails or hangs. The parent runs `goes_on` before
+/// each fork, and the child runs `child`. Each fork sets `paused`, which `goes_on` has to clear.
 fn no_child_hangs(paused: &AtomicBool, goes_on: impl Fn(usize), child: impl Fn(usize)) {
     let (forks, mut hung) = (forks(), Vec::new());
     for number in 0..forks {
@@ -150,7 +151,8 @@ fn no_child_hangs(paused: &AtomicBool, goes_on: impl Fn(usize), child: impl Fn(u
     assert!(hung.is_empty(), "of {forks} children, these children hang: {hung:?}");
 }
 
-/// Forks children while handlers run. `held` of the handlers never end, so that the upkeep has many leases.
+/// Forks children while handlers run. The bodies of `held` further handlers never end, so that the upkeep has many
+/// leases.
 fn forks_while_busy(held: u64, may_refuse: bool, open: impl AsyncFnOnce() -> Arc<dyn Store>) {
     let parents = Builder::new_multi_thread().worker_threads(4).enable_all().build().unwrap();
     // The parent runs busy handlers, and handlers that never end.
@@ -326,8 +328,8 @@ fn a_child_never_hangs_where_the_store_of_its_parent_fails() {
     }
 }
 
-/// Exporter that stops the first thread of the parent that makes a counter while `is_armed` is set, until `goes_on` is
-/// set. Threads of a child are never stopped.
+/// Exporter that stops one thread of the parent: the first thread that makes a counter while `is_armed` is set. This
+/// thread goes on when `goes_on` is set. Threads of a child are never stopped.
 #[cfg(feature = "metrics")]
 #[derive(Default)]
 struct SlowExporter {
@@ -484,7 +486,7 @@ fn a_child_of_a_busy_process_never_hangs_with_sqlite() {
         let spec = format!("sqlite {}", folder.file().display());
         forks_while_busy(20, true, async || {
             let path = folder.file();
-            // Other tasks open and close connections, which takes locks inside SQLite.
+            // Other tasks open and close connections, and so take locks inside SQLite.
             tokio::spawn(async move {
                 loop {
                     let opened = idem_runtime::SqliteStore::open(&path).await;

@@ -102,7 +102,7 @@ fn the_picture_of_the_modules_agrees_with_the_table() {
 }
 
 /// Code takes its clock as an argument, because times of two clocks can't be compared, and a test controls only the
-/// clock that it passes. `MADE` lists the files that make a clock; the list only shrinks.
+/// clock that it passes. `MADE` lists the files that make a clock; no change may add a file to this list.
 #[test]
 fn every_clock_is_passed_as_an_argument() {
     const MADE: [(&str, &str); 13] = [
@@ -156,7 +156,7 @@ fn no_static_holds_a_lock_for_which_a_forked_child_would_wait() {
             path.strip_prefix(&sources).expect("the file is in the source folder").to_str().expect("a name in ASCII");
         for (name, of) in statics(&code(&path)) {
             found += 1;
-            // Only one thread or one process uses the value of a cell without a lock.
+            // One thread or one process alone uses the value of such a cell, so a forked child waits for no lock in it.
             let is_own = ["PerProcess<", "Cell<", "RefCell<"].iter().any(|own| of.starts_with(own));
             let waits = WAITS.iter().any(|waits| of.replace("SharedOnce<", "").contains(waits));
             if waits && !is_own && !ALLOWED.contains(&(relative, name)) {
@@ -225,8 +225,7 @@ fn the_tests_that_documents_name_exist() {
     for path in documents.chain(files(&root().join("docs"), "md")).chain(files(&root().join("tests"), "md")) {
         let is_history = path.file_name().is_some_and(|it| it == "CHANGELOG.md");
         for name in quoted(&read(&path)).filter(|_| !is_history) {
-            // A name of a test has at least three underscores; a shorter name may be that of a column, an option or a
-            // field.
+            // A name of a test has at least three underscores. A shorter name may name a column, an option or a field.
             if is_name(name) && name.matches('_').count() >= 3 {
                 named += 1;
                 if !known.contains(name) {
@@ -542,7 +541,7 @@ impl Imports {
             }
             (base, rest) = (inner, others);
         }
-        // If the module at `base` imports the item, the search goes on in the module from which it imports the item.
+        // If the module at `base` imports the item, the search goes on in the module that the import names.
         let taken = |(path, _): &&(Vec<String>, bool)| rest.len() == 1 && path.last() == rest.first();
         match self.0[&base].iter().find(taken) {
             Some((further, _)) if depth < 9 => self.target(&base, further, depth + 1).or(Some(base)),
@@ -602,7 +601,8 @@ fn leaves(tree: &str, before: &[String], found: &mut Vec<Vec<String>>) {
     leaves(&inner[start..], &before, found);
 }
 
-/// Files that import each other can be understood only together. `LEFT` lists such files; the list only shrinks.
+/// Files that import each other can be understood only together. `LEFT` lists such files; no change may add a file to
+/// this list.
 #[test]
 fn no_files_import_each_other() {
     const LEFT: [(&str, &[&str]); 3] = [("idem-runtime", &[]), ("idem-cli", &[]), ("idem-macros", &[])];

@@ -26,7 +26,8 @@
 //! The model leaves out the bytes, statements and scripts of the stores, which the conformance suite covers; the
 //! batching of heartbeats; pauses (a retry follows immediately, or any time later); and the order in which tasks are
 //! polled. A dropped store call is a store call without an answer. Owner tokens are distinct by construction. A
-//! reservation has two or three tries. No body makes a nested call with its own key. Calls in mode `off` and calls
+//! call that does not wait tries a reservation at most twice; with refusals and in random traces it tries at most three
+//! times, as in the engine. No body makes a nested call with its own key. Calls in mode `off` and calls
 //! without a key are left out, because they make no store call.
 //!
 //! # Failures and reruns

@@ -52,7 +52,7 @@ fn spawned(test: impl Future<Output = ()> + Send + 'static) {
 
 /// Awaits two calls: the first must run the body, and the second must replay the first one's result.
 ///
-/// Every test calls its handlers through this function, which also checks that the calls are `Send`.
+/// Most tests call their handlers through this function, which also checks that the calls are `Send`.
 async fn twice<T: PartialEq + Debug, E: Debug>(
     first: impl Future<Output = Result<T, E>> + Send,
     second: impl Future<Output = Result<T, E>> + Send,

@@ -84,7 +84,7 @@ async fn a_request_through_the_layer_runs_once_and_its_duplicates_replay() {
         assert_eq!((outcome.replayed(), outcome.disposition()), (replayed, Disposition::Ack));
     }
     assert_eq!(inner.runs.load(Ordering::SeqCst), 1);
-    // A second service with the same store, such as another connection or another worker has.
+    // This call uses a second service with the same store, as another connection or another worker would.
     let receipt = layer(&store).layer(inner.clone()).oneshot(ORDER).await.unwrap();
     assert_eq!((receipt.run, inner.runs.load(Ordering::SeqCst)), (1, 1));
 }

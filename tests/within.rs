@@ -194,7 +194,7 @@ impl Bank {
 enum End {
     Succeed,
     Fail,
-    /// The body fails because of an SQL statement, which aborts a transaction of PostgreSQL.
+    /// The body fails because of an SQL statement. In PostgreSQL the failed statement aborts the transaction.
     FailInSql,
     Panic,
     Hang,
@@ -560,7 +560,7 @@ async fn an_operation_whose_result_the_server_refuses_ends_without_its_result() 
     assert!(result.is_ok() && outcome.recorded() && !outcome.result_stored(), "{outcome:?}");
     assert_eq!(bank.payments().await, 1);
     assert!(matches!(bank.state("a").await, Some(State::Completed(StoredResult::TooLarge { .. }))));
-    // Outside of a user's transaction, the store also records the completion without the result.
+    // Outside of a user's transaction, too, the store records the completion without the result.
     let operation = idem_runtime::Operation::new(&bank.store, Ok(key("b")), policy);
     let body = async { Ok::<_, Error>("x".repeat(2_000_000)) };
     let (result, outcome) = observe(operation.run(body)).await;
@@ -587,8 +587,8 @@ async fn a_record_made_in_a_transaction_names_its_holder() {
 
 const TRACE: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
-/// Checks the provenance of the record of `name`. This process has made the record; if its store handle has the holder
-/// name `holder`, the call also had a trace.
+/// Checks the provenance of the record of `name`, which this process has made. If `holder` is `Some`, it must be the
+/// holder name of the store handle, and the record must have the trace of the call.
 async fn tells(store: &dyn Store, name: &str, holder: Option<&str>) {
     let found = store.inspect(&key(name)).await.unwrap().unwrap();
     let told = found.holder().unwrap();
@@ -634,7 +634,7 @@ async fn a_concurrent_duplicate_is_rejected_immediately() {
         let (refused, outcome) = bank.pay(&other, "a", POLICY).await;
         assert!(matches!(refused, Err(Error::InProgress { attempt: 1, .. })), "{refused:?}");
         assert!(matches!(outcome.disposition(), Disposition::Retry { .. }));
-        // The other transaction remains usable, for this key and for others.
+        // The other transaction remains usable, for this key and for other keys.
         assert!(bank.pay(&other, "b", POLICY).await.1.executed());
         other.into_inner().commit().await.unwrap();
         tx.into_inner().rollback().await.unwrap();
@@ -1590,8 +1590,8 @@ async fn in_sqlite_a_call_in_a_transaction_that_has_ended_is_an_error() {
     let tx = begin(&mut connection);
     let operation = SqliteStore::within(&tx).operation(Ok(key("a")), POLICY);
     let body = async {
-        // SQLite rolls a transaction back by itself in some cases, for example when the disk is full. This statement
-        // has the same effect.
+        // In some cases SQLite itself rolls a transaction back, for example when the disk is full. This statement has
+        // the same effect.
         tx.execute_batch("ROLLBACK").unwrap();
         Ok::<u32, Error>(7)
     };
@@ -1825,7 +1825,8 @@ async fn an_observation_around_a_transaction_counts_committed_calls() {
         observe(async { SqliteStore::transact(&mut connection, async |tx| sell_by_attribute(tx, name).await).await.0 })
             .await;
     assert_eq!((outcome.disposition(), outcome.is_pending_commit()), (Disposition::Ack, false), "{outcome:?}");
-    // In each further case the transaction fails, and a successful call before or after it must not hide the failure.
+    // In each case of this loop the transaction fails. A successful call before or after the transaction must not hide
+    // the failure.
     let other = MemoryStore::new();
     let done = async |name| {
         Operation::new(&other, Key::new("other", name), POLICY).run(async { Ok::<_, Error>(1) }).await.unwrap()
@@ -2129,8 +2130,8 @@ async fn max_attempts_is_refused_where_no_attempt_would_be_counted() {
     }
 }
 
-/// A delivery that is rolled back leaves nothing in the database, and its [`OpenTransaction`] ends as well: neither can
-/// hold the number of failures, on which the pause depends.
+/// A delivery that is rolled back leaves nothing in the database, and its [`OpenTransaction`] ends as well. Neither of
+/// the two can hold the number of failures on which the pause depends.
 #[tokio::test]
 async fn the_pauses_of_a_delivery_that_the_user_rolls_back_grow() {
     let cases = [

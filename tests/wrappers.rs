@@ -94,7 +94,8 @@ impl World {
         self.runs.load(Ordering::SeqCst)
     }
 
-    /// Checks that calls of any policy report the finished operation as one without a result, and run no body.
+    /// Checks that a call gets `ResultUnavailable` because of `why` and runs no body, under both values of
+    /// `on_store_error`.
     async fn has_no_result(&self, store: &dyn Store, why: &str) {
         let runs = self.runs();
         for on_store_error in [OnStoreError::Fail, OnStoreError::Run] {
@@ -155,7 +156,7 @@ fn reason_of(payload: &StoredResult) -> &str {
     }
 }
 
-/// Bytes without repetitions, which do not compress (xorshift64, Marsaglia 2003).
+/// Bytes that do not compress, because they have no repetitions (xorshift64, Marsaglia 2003).
 fn noise(len: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     std::iter::repeat_with(|| {
@@ -284,7 +285,7 @@ async fn without_the_wrapper_a_result_is_an_error_of_another_codec() {
     }
 }
 
-/// A wrapper can be added to a store with records, and removed as long as it has changed no result.
+/// A wrapper can be added to a store with records. The wrapper can be removed as long as it has changed no result.
 #[tokio::test]
 async fn wrappers_write_small_results_unchanged() {
     let world = World::new();

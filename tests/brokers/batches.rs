@@ -243,7 +243,7 @@ async fn after_its_deadline_a_batch_returns_the_finished_items() {
         };
         (id, observe(Operation::new(&store, Key::new("deadline", id), POLICY).run(body)))
     };
-    // At most two items run at a time: 1 and 3 end, 5 and 7 are cut off, 9 and 11 do not begin.
+    // At most two items run at a time: items 1 and 3 end, items 5 and 7 are cut off, and items 9 and 11 do not begin.
     let batch = observe_all([1, 3, 5, 7, 9, 11].map(call)).limit(2).deadline(Duration::from_millis(5_500)).await;
     assert_eq!(counted(&batch), (2, 2, 2));
     assert_eq!(runs.get(), 4);

@@ -14,7 +14,7 @@ use super::super::*;
 
 const EVERY: Duration = Duration::from_secs(10);
 
-/// Calls of a beat callback: the number of each beat, and the time since the delivery's first call first waited.
+/// Calls of a beat callback: for each beat its number, and the time since the first call of the delivery began to wait.
 #[derive(Clone, Default)]
 struct CallbackCalls(Arc<Mutex<Vec<(u32, Duration)>>>);
 

@@ -14,9 +14,9 @@ struct Broker {
     name: &'static str,
     /// Number of deliveries after which the broker dead-letters or drops the message ("sets it aside").
     limit: u32,
-    /// Time after which the broker delivers a message again, unless the consumer extends it.
+    /// Time after which the broker delivers a message again, unless the consumer extends this time.
     timeout: Option<Duration>,
-    /// True if the broker can deliver after a delay; otherwise it delivers immediately.
+    /// True if the broker can deliver after a delay. Any other broker delivers immediately.
     delays: bool,
 }
 
@@ -198,7 +198,7 @@ async fn a_duplicate_waits_only_near_the_delivery_limit() {
         let mut duplicate = pin!(observe(world.lasting("k", POLICY, LEASE)).delivery(delivery).delivery_limit(limit));
         assert_eq!(poll_once(duplicate.as_mut()).await.is_pending(), waits, "delivery {delivery} of {limit}");
     }
-    // If only the delivery limit is known, each delivery may be the last. In shadow mode no call waits.
+    // If only the delivery limit is known, any delivery may be the last one. In shadow mode no call waits.
     let world = World::new();
     let mut handler = pin!(world.lasting("k", POLICY, LEASE));
     assert!(poll_once(handler.as_mut()).await.is_pending());
@@ -249,7 +249,7 @@ async fn a_duplicates_pause_grows_with_its_deliveries_during_one_attempt() {
     let world = World::new();
     let mut handler = pin!(world.lasting("k", POLICY, LEASE * 10));
     assert!(poll_once(handler.as_mut()).await.is_pending());
-    // Deliveries 1 to 8 failed before this attempt began, so they must not lengthen the pause.
+    // Deliveries 1 to 8 failed before this attempt began, so these deliveries must not lengthen the pause.
     let (_, outcome) = observe(world.lasting("k", POLICY, Duration::ZERO)).delivery(9).await;
     assert_eq!(
         outcome.disposition(),

@@ -45,7 +45,7 @@ struct Account {
     facts: Vec<Fact>,
     /// Number of assignments so far.
     generations: u32,
-    /// Number of the present assignment of each partition that this consumer is assigned.
+    /// For each partition that this consumer is assigned, the number of the present assignment.
     generation: BTreeMap<u8, u32>,
     /// Offset that was last committed for each partition, by this consumer or another one.
     committed: BTreeMap<u8, i64>,
@@ -57,8 +57,8 @@ impl Account {
         self.facts.iter().filter(move |fact| fact.partition == partition && Some(fact.generation) == generation)
     }
 
-    /// Returns the offset that may be committed: that of the first message of this assignment whose handler has not
-    /// ended, or the offset after the last message.
+    /// Returns the offset that may be committed. If a handler of this assignment has not ended, this is the offset of
+    /// the first message without an ended handler; otherwise it is the offset after the last message.
     fn position(&self, partition: u8) -> i64 {
         let unsettled = self.present(partition).filter(|fact| !fact.settled).map(|fact| fact.offset).min();
         let behind_all = || self.present(partition).map(|fact| fact.offset + 1).max().expect("a message was settled");

@@ -1,4 +1,4 @@
-//! Batches of random items that share keys: each batch ends, and an item waits only for work on its own keys.
+//! Batches of random items that share keys: each batch ends, and no item waits for work on keys that it does not use.
 
 use std::cell::RefCell;
 use std::panic::AssertUnwindSafe;
@@ -85,7 +85,7 @@ struct BatchEvents {
     took: Vec<Option<Duration>>,
 }
 
-/// Guard of a running body. A body is in `running` until its guard is dropped.
+/// Guard of a running body. `running` counts a body until its guard is dropped.
 struct Runs<'a>(&'a RefCell<BatchEvents>, usize);
 
 impl<'a> Runs<'a> {

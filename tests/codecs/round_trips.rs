@@ -1,4 +1,4 @@
-//! Results that decode to another value than the one that was encoded: a debug build reports them at the first call.
+//! Results that decode to another value than the encoded one: a debug build reports such a result at the first call.
 
 #![allow(clippy::option_option, reason = "`Some(None)` is what JSON loses")]
 
@@ -193,7 +193,7 @@ async fn values_that_can_not_be_compared_are_not_reported() {
     }
     let (said, _) = first_and_duplicate::<Json, _>(POLICY, &Restless(String::new())).await;
     assert_eq!(said, None);
-    // The value is longer than values that the check compares.
+    // The check compares no values of this length.
     let long = vec![Some(None::<u64>); 64 * 1024];
     let (said, duplicate) = first_and_duplicate::<Json, _>(POLICY.max_result_bytes(1 << 20), &long).await;
     assert_eq!((said, duplicate.unwrap()), (None, false));

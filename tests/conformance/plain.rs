@@ -1,8 +1,7 @@
-//! Minimal second store, which makes one mistake on request.
+//! Minimal second store for the conformance suite, which makes one mistake on request.
 //!
-//! The store uses none of the library's code that decides about records, not even `Record::admit`. The suite must
-//! accept this independent implementation of the contract when it makes no mistake. Most of the mistakes occurred in
-//! real stores.
+//! The store uses none of the library's code that decides about records, not even `Record::admit`. Without a mistake,
+//! the suite must accept this independent implementation of the contract. Most of the mistakes occurred in real stores.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::future::poll_fn;
@@ -223,7 +222,8 @@ impl Plain {
         mut step: impl FnMut(&mut Option<Slot>) -> T + Send + 'a,
     ) -> StoreFuture<'a, T> {
         StoreFuture::new(async move {
-            // An unreachable store returns an error. The mistake `ErrorsAreAbsent`: it answers that there is no record.
+            // An unreachable store returns an error. With the mistake `ErrorsAreAbsent` the store answers that there is
+            // no record.
             if !self.reachable {
                 if !self.is(M::ErrorsAreAbsent) {
                     return Err(StoreError::new(StoreErrorKind::Unavailable, "no server"));
@@ -294,7 +294,7 @@ impl Plain {
             begun: self.is(M::ReservationBegins),
         };
         let fingerprint = request.fingerprint.or(recorded);
-        // The retention begins at the end of the lease. The mistake: it begins or ends at another time.
+        // The retention begins at the end of the lease. The mistake: the retention begins or ends at another time.
         let retention = match self.mistake {
             M::PendingExpiresAtTtl => request.ttl,
             M::PendingNeverExpires => Duration::from_secs(100_000),
@@ -446,7 +446,7 @@ impl Plain {
             }
             other => unreachable!("{other:?}"),
         }
-        // An attempt whose body was not marked as begun is not counted when another attempt takes over.
+        // When another attempt takes over, the previous attempt is not counted if its body was not marked as begun.
         let counted = record.attempts_used - u32::from(unmarked && record.attempts_used > 0);
         if request.max_attempts.is_some_and(|max| counted >= max.get()) {
             return Reservation::AttemptsExhausted { attempts: counted };
@@ -699,7 +699,7 @@ impl Plain {
             }
             return DecisionAnswer::NoRecord;
         };
-        // A decision is refused if the operator saw another record: a damaged value, or another attempt.
+        // A decision is refused if the operator saw another record than this one: a damaged value, or another attempt.
         if decision.seen.standing() == Standing::Damaged && !self.is(M::DamageWasNoChange) {
             return DecisionAnswer::changed(self.inspection(found).standing());
         }
@@ -835,7 +835,7 @@ async fn pause(mut times: u32) {
     .await;
 }
 
-/// Reservation under way. The mistake: it takes effect even if its caller is dropped.
+/// Reservation under way. The mistake: the reservation takes effect even if its caller is dropped.
 struct Flight<'a>(&'a Plain, Option<ReserveRequest>);
 
 impl Flight<'_> {
@@ -1037,7 +1037,8 @@ impl Store for Plain {
             }
             let limit = if self.is(M::BatchOfAThousand) { 1_000 } else { leases.len() };
             let together = [M::RenewGroupsAnswers, M::RenewAllOrNothing, M::RenewWaitsForEach, M::RenewAnswersTogether];
-            // The store answers for a lease when the lease is renewed. The mistake: it answers for all leases together.
+            // The store answers for a lease when the lease is renewed. The mistake: the store answers for all leases
+            // together.
             let one = |at: usize, lease: &'a Lease| async move {
                 let renewed = match at {
                     at if at >= limit => Ok(Verdict::Refused),
@@ -1056,8 +1057,8 @@ impl Store for Plain {
                 renewed
             };
             let renewals = leases.iter().enumerate().map(|(at, lease)| one(at, lease));
-            // All leases are renewed concurrently, so that a locked record delays no other renewal. The mistake: they
-            // are renewed one by one.
+            // All leases are renewed concurrently, so that a locked record delays no other renewal. The mistake: the
+            // leases are renewed one by one.
             let renewed = if self.is(M::RenewWaitsForEach) {
                 let mut renewed = Vec::new();
                 for (at, renewal) in renewals.enumerate() {

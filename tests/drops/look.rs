@@ -22,7 +22,7 @@ enum Wrong {
 }
 
 impl Scene {
-    /// Checks all keys concurrently, and then calls every second key.
+    /// Checks all keys concurrently, and makes a call for every second key.
     pub async fn look(&mut self, rig: &Rig) {
         self.each(rig, async |calls, rig, key| {
             let record = inspect(&rig.peer, calls, key).await;
@@ -38,8 +38,8 @@ impl Scene {
         .await;
     }
 
-    /// Checks all keys again. The keys that [`look`](Self::look) did not call must still have the same record, because
-    /// all late writes had ended; these keys are called now.
+    /// Checks all keys again. A key for which [`look`](Self::look) made no call must still have the same record,
+    /// because all late writes had ended. Makes a call for each of these keys.
     pub async fn look_again(&mut self, rig: &Rig) {
         self.each(rig, async |calls, rig, key| {
             let record = inspect(&rig.peer, calls, key).await;

@@ -69,14 +69,14 @@ pub async fn play(store: &'static str, rig: Rig) {
 
 /// Problem that the check of a key has found.
 enum Wrong {
-    /// The state of the key may become right later, because a lease has not lapsed or a late write is under way.
+    /// The state of the key is wrong, but may become right later: a lease has not lapsed, or a late write is under way.
     Yet(String),
     Interrupted(String),
     Otherwise(String),
 }
 
 impl Scene {
-    /// Waits until every key is in its promised state, and calls each key.
+    /// Waits until every key is in its promised state, and makes a call for each key.
     async fn settle(&mut self, rig: &Rig) {
         let calls = Arc::clone(self.calls());
         let mut open: BTreeSet<usize> = (0..calls.books().len()).collect();

@@ -96,7 +96,7 @@ pub struct Run {
 #[derive(Clone, Default, Debug)]
 pub struct Book {
     pub runs: Vec<Run>,
-    /// Record at the first check; `None` if the key has been called since.
+    /// Record at the first check; `None` after a further call for the key.
     pub first_look: Option<Option<Record>>,
     /// Number of the attempt whose body has a [`Guard`] now.
     guarded: Option<u32>,

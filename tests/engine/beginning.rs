@@ -101,7 +101,7 @@ async fn a_call_that_is_dropped_while_its_begin_is_marked_frees_its_key() {
     }
 }
 
-/// The store refuses the first mark, because the lease has lapsed by the store's clock, which the process can't know in
+/// The store refuses the first mark because, by the store's clock, the lease has lapsed. The process can't know this in
 /// advance.
 #[tokio::test]
 async fn a_mark_that_is_refused_after_the_lapse_of_its_lease_leads_to_another_attempt() {

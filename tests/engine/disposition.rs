@@ -82,7 +82,7 @@ fn expected(calls: &[Ending], returned: Returned) -> Kind {
 }
 
 impl World {
-    /// Returns a world whose store already has the records for which calls are refused.
+    /// Returns a world whose store already has the records because of which calls are refused.
     async fn with_refusals() -> Self {
         let world = Self::new();
         let of = |name| Operation::new(&world.store, Ok(Self::key(name)), POLICY.on_crash(OnCrash::Fail));
@@ -324,7 +324,7 @@ async fn retry_pauses_grow_and_differ_by_key_without_a_delivery_number() {
         }
         pauses
     }
-    // Value that encodes, and panics when it is decoded.
+    // A value of this type encodes, and panics when it is decoded.
     struct Panics;
     impl Serialize for Panics {
         fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
@@ -338,8 +338,8 @@ async fn retry_pauses_grow_and_differ_by_key_without_a_delivery_number() {
     }
     let failed = || Err::<(), _>(Failure::Declined(1));
     for kind in ["an error after a success", "no reservation", "a result that panics"] {
-        // The second pauses of the keys. They must differ, so that failed deliveries of many keys do not return
-        // together.
+        // Collects the second pause of each key. These pauses must differ, so that failed deliveries of many keys do
+        // not return together.
         let mut first = Vec::new();
         let world = World::new();
         for key in ["a", "b", "c", "d", "e", "f"] {

@@ -162,7 +162,7 @@ async fn a_renewal_that_hangs_costs_no_other_lease() {
 #[tokio::test]
 async fn a_result_is_recorded_after_its_store_was_full_for_a_moment() {
     for kind in [StoreErrorKind::Full, StoreErrorKind::Misconfigured, StoreErrorKind::Unavailable] {
-        // A body that is ready immediately and one that was pending must behave alike.
+        // A body that is ready immediately and a body that was pending must behave alike.
         for pends in [false, true] {
             let world = World::new();
             world.store.always(StoreCall::Finish, Fault::Before(kind));

@@ -197,7 +197,7 @@ async fn a_duplicate_that_comes_too_late_for_an_answer_reserves_again() {
     }
 }
 
-/// Each waiting duplicate compares its fingerprint with that of the record, as a reservation does.
+/// Each waiting duplicate compares its fingerprint with the record's fingerprint, as a reservation does.
 #[tokio::test]
 async fn each_waiting_duplicate_compares_its_fingerprint() {
     let hall = Hall::new();
@@ -222,7 +222,7 @@ async fn each_waiting_duplicate_compares_its_fingerprint() {
     assert!(!outcome.replayed());
 }
 
-/// No duplicate depends on the first one, which may be dropped or stand still.
+/// No duplicate depends on the first duplicate, which may be dropped or stand still.
 #[tokio::test]
 async fn no_waiting_duplicate_depends_on_the_first_one() {
     for dropped in [true, false] {

@@ -60,7 +60,7 @@ impl<R: Rig> Scene<R> {
         self.crew.orders().lease
     }
 
-    /// Starts a process whose bodies for the keys from `begin` on are held, and a second process that delivers the same
+    /// Starts a process that holds the bodies of the keys from `begin` on, and a second process that delivers the same
     /// messages until they are acknowledged. Returns once all bodies have begun and a duplicate has come.
     pub async fn hold(&mut self, begin: usize, keys: Keys, work: Work, place: Place) -> u32 {
         self.crew.orders().place = place;
@@ -137,7 +137,7 @@ impl<R: Rig> Scene<R> {
     }
 
     async fn bodies_paused(&mut self) {
-        // Key 0 is taken over, and the duplicate of key 1 finds it interrupted. Keys 2 and 3 have no duplicates.
+        // Key 0 is taken over, and the duplicate of key 1 finds key 1 interrupted. Keys 2 and 3 have no duplicates.
         let stopped: Vec<_> = (0..4).map(|key| self.crew.start(key, Keys::Together(1), Work::Polled)).collect();
         self.crew
             .until("the bodies are polled", |lines| {
@@ -203,8 +203,8 @@ impl<R: Rig> Scene<R> {
             })
             .await;
         let told = self.told(holder, since);
-        // The worker opens its first connections over the busy line. A call that fails for this reason has not begun,
-        // and is repeated.
+        // The worker opens its first connections over the busy line. A call that fails while it waits for a connection
+        // has not begun, and is repeated.
         let has_not_begun = |(key, event): &(usize, Event)| *key < held && matches!(event, Event::Store(_));
         let replayed_or_to_come = |it: &&(usize, Event)| matches!(it.1, Event::Replayed(_)) || has_not_begun(it);
         let lost: Vec<_> = told.iter().filter(|it| !replayed_or_to_come(it)).collect();

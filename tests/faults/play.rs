@@ -12,7 +12,7 @@ use crate::rigs::{Rig, set_all};
 use crate::tools::WallClock;
 use crate::{Fault, VisibleEffect, leases};
 
-/// Number of keys that workers must have served before a test takes the store as working.
+/// Number of keys that workers must have served before the store counts as working.
 const PROGRESS: usize = 5;
 /// Seconds by which a test sets a worker's clock ahead of the right time, and then behind it.
 const STEP: i64 = 3600;
@@ -97,7 +97,8 @@ impl Seens<'_> {
         of_worker.map(|line| &line.event).find(|event| !waits(event)) == Some(&Event::Ended)
     }
 
-    /// Reports whether the worker's call has ended without recording the result, which is still being written.
+    /// Reports whether the worker's call has ended before its result was recorded, and the worker still writes the
+    /// result.
     fn is_recording_late(&self, worker: u32) -> bool {
         self.is_recording(worker) && self.last_of(worker).is_some_and(|line| line.event != Event::Ended)
     }
@@ -258,8 +259,8 @@ impl<R: Rig> Scene<R> {
         Rules::STRICT
     }
 
-    /// Stops the server for some leases. Two workers begin keys meanwhile, and one of them is killed: the server
-    /// executes their requests when it continues.
+    /// Stops the server for some leases. Two workers begin keys meanwhile, and one of them is killed. When the server
+    /// continues, it executes the requests of both workers.
     async fn is_stopped(&mut self) -> Rules {
         let fault = Fault::server_stopped_and_continued;
         let victim = self.crew.start(1, Keys::Gated(GATED), Work::Some);
@@ -362,7 +363,7 @@ impl<R: Rig> Scene<R> {
         let stepped = self.others[1];
         for step in [STEP, -STEP] {
             clock.step(step);
-            // A duplicate of the running attempt waits for it.
+            // A duplicate waits for the running attempt.
             let duplicate = self.crew.start(0, Keys::Open, Work::Some);
             let (now, wanted) = (race::now(), step * 1000);
             self.until("a body runs under the changed clock", |seen| {

@@ -132,10 +132,11 @@ fn libfaketime() -> PathBuf {
     libraries.find(|library| library.exists()).expect("there is no libfaketime; run ./scripts/test")
 }
 
-/// Words of a command line in front of a program's name, with which the program can start no thread. The kernel
+/// Words that a command line needs in front of a program's name so that the program can start no thread. The kernel
 /// does not apply this limit to root, so if the test runs as root, the program runs as another user.
 pub fn without_threads() -> Vec<String> {
-    /// Number of users so far. A limit of threads applies to all processes of a user, so each worker is another user.
+    /// Number of users so far. A limit of threads applies to all processes of a user, so each worker runs as another
+    /// user.
     static USERS: AtomicU32 = AtomicU32::new(0);
     let mut words = match user_of(std::process::id()) {
         0 => as_user(1_000_000 + 64 * std::process::id() + USERS.fetch_add(1, Ordering::Relaxed)),

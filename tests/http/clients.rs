@@ -150,7 +150,7 @@ async fn a_client_that_hangs_up_cancels_no_handler_that_has_begun() {
             let address = serve(app).await;
             hang_up(version, address, stage.entered()).await;
             until("the server has dropped the request", || gone.count() == 1).await;
-            // The task of the handler is all that is left of the request.
+            // Of the request, only the task of its handler is left.
             let duplicate = send_by(version, address, post("k", "")).await;
             assert_eq!(duplicate.problem(), (409, "in-progress".to_owned()));
             assert_eq!((stage.begun(), stage.ended(), layer.in_flight()), (1, 0, 1));
@@ -241,7 +241,7 @@ tokio::task_local! { static TENANT: &'static str; }
 async fn a_handler_has_its_attempt_its_span_and_its_carried_values() {
     let seen = async || {
         let attempt = current().expect("an attempt");
-        // The span of the call, inside the span of the request.
+        // The span of the call is inside the span of the request.
         let span = tracing::Span::current().with_subscriber(|(id, subscriber)| {
             let spans = subscriber.downcast_ref::<tracing_subscriber::Registry>().expect("spans");
             let names: Vec<_> = spans.span(id).expect("it is open").scope().map(|span| span.name()).collect();
@@ -336,7 +336,8 @@ fn the_end_of_a_runtime_drops_its_handlers_and_frees_their_keys() {
     for (begun, stage) in [(0, Stage::closed()), (1, Stage::closed())] {
         let key = format!("begun-{begun}");
         let first = runtime();
-        // The test polls the call itself. The task of the handler then exists; in some cases it has begun to run.
+        // The test polls the call itself, and this poll makes the task of the handler. In some cases the task has begun
+        // to run.
         let mut asking = {
             let mut asking = Box::pin(staged(&layer, &stage).oneshot(post(&key, "")));
             let _entered = first.enter();

@@ -1,7 +1,7 @@
 //! The contract that a layer publishes: its description in terms of `OpenAPI`.
 //!
 //! `data/openapi-3.0.json` and `openapi-3.1.json` are the schemas of `OpenAPI` (<https://spec.openapis.org>, Apache
-//! License 2.0), which a document with the contract must fit.
+//! License 2.0). A document with the contract must fit them.
 
 use std::time::Duration;
 

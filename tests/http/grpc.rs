@@ -122,7 +122,7 @@ async fn a_unary_call_replays_with_its_trailers() {
     let address = serve_grpc(layer(), &stage).await;
     assert_eq!(call(address, Some("k"), "pay").await.unwrap(), ("pay, run 1".to_owned(), false));
     assert_eq!(call(address, Some("k"), "pay").await.unwrap(), ("pay, run 1".to_owned(), true));
-    // Bytes on the wire: the message, and then the status in the trailers.
+    // The bytes on the wire are the message, and then the status in the trailers.
     let message = [&[0, 0, 0, 0, 3][..], b"pay"].concat();
     let request = request(Method::POST, "/till.Till/Pay")
         .header("content-type", "application/grpc")

@@ -233,7 +233,7 @@ async fn the_feature_file_of_idempot_holds_except_for_documented_differences() {
             assert!(["Given", "When", "Then", "And"].contains(&keyword), "{name}: {line}");
             if let Some(here) = till.play(sentence).await {
                 *differences.entry((sentence.to_owned(), here)).or_insert(0) += 1;
-                // The lines after a status describe a response with that status.
+                // The next lines describe a response with the expected status, which this response does not have.
                 if sentence.starts_with("the response status") {
                     break;
                 }

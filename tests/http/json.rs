@@ -278,7 +278,7 @@ fn write(tree: &Tree, choices: &mut u64, out: &mut String) {
     }
 }
 
-/// Writes each number in its shortest form, so that equal trees are the same.
+/// Converts each number to its shortest form, so that trees of the same meaning are equal.
 fn shortest(tree: Tree) -> Tree {
     match tree {
         Tree::Number(0, _) => Tree::Number(0, 0),

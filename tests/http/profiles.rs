@@ -128,7 +128,7 @@ async fn under_acp_rules_request_bodies_are_compared_as_json() {
     // A server error is never recorded.
     assert_eq!(send(address, post_to("/500", "k3", "{}")).await.text(), "run 3");
     assert_eq!(send(address, post_to("/500", "k3", "{}")).await.text(), "run 4");
-    // A key is required, even if the policy allows requests without one.
+    // A key is required, even if the policy allows requests without a key.
     let policy = POLICY.missing_key(MissingKey::Run);
     let layer = IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::single()).profile(Profile::acp());
     let address = serve_statuses(layer).await;

@@ -294,7 +294,7 @@ async fn marks_that_a_handler_forges_in_trailers_reach_no_client() {
         .await;
         let expected = if echoes_key { &["x-checksum"][..] } else { &["idempotency-key", "x-checksum"] };
         // The layer reads the first response whole, and replays it. The next three responses stream. The layer reads a
-        // part of the last response, which then streams too.
+        // part of the last response before this response streams, too.
         for path in ["/whole", "/whole", "/error", "/events", "/mark", "/large"] {
             let mut request = post_to(path, &path[1..], "");
             request.headers_mut().insert("te", HeaderValue::from_static("trailers"));

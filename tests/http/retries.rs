@@ -144,7 +144,8 @@ async fn a_client_does_not_retry_a_permanent_failure() {
     for answer in [
         &[(400, None)][..],
         &[(402, None)],
-        // A 409 without `Retry-After`: the operation is interrupted, or the conflict is that of another client.
+        // A 409 without `Retry-After` means that the operation is interrupted, or that another client caused the
+        // conflict.
         &[(409, None)],
         &[(409, Some("soon"))],
         &[(410, Some("1"))],

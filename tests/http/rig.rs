@@ -33,8 +33,8 @@ pub(crate) fn layer() -> IdempotencyLayer {
     IdempotencyLayer::new(&MemoryStore::new(), POLICY, Caller::single())
 }
 
-/// Gate in a handler, at which the handler waits until the test lets it go on. Counts the handlers that have reached
-/// it, and those that have passed it.
+/// Gate in a handler, at which the handler waits until the test lets it go on. The stage counts the handlers that have
+/// reached the gate, and the handlers that have passed the gate.
 #[derive(Clone, Debug)]
 pub(crate) struct Stage(Arc<Inner>);
 
@@ -62,8 +62,8 @@ impl Stage {
         Self(Arc::new(Inner { begun, ended, entered: Semaphore::new(0), go: Semaphore::new(permits) }))
     }
 
-    /// Makes the handler wait at this stage. Returns the number of handlers that had begun at its start, itself
-    /// included.
+    /// Makes the handler wait at this stage. Returns the number of handlers that have begun so far, including this
+    /// handler.
     pub(crate) async fn play(&self) -> usize {
         let run = self.0.begun.fetch_add(1, Ordering::SeqCst) + 1;
         self.0.entered.add_permits(1);
@@ -279,7 +279,7 @@ where
     Body::from_stream(futures::stream::iter(frames))
 }
 
-/// Waits until `condition` holds. For events that no answer reports.
+/// Waits until `condition` holds, for events that no answer reports.
 pub(crate) async fn until(what: &str, mut condition: impl FnMut() -> bool) {
     idem_tests::server::until(what, async || condition()).await;
 }

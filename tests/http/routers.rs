@@ -35,7 +35,7 @@ async fn routes_of_different_nested_routers_are_different_operations() {
         let app = if inside { nested(&stage, Some(&layer)) } else { nested(&stage, None).layer(layer) };
         let address = serve(app).await;
         let key = format!("inside-{inside}");
-        // The same key on two routes is two operations.
+        // The same key on two routes names two operations.
         assert_eq!(send(address, post_to("/eu/pay/1", &key, "")).await.text(), "run 1");
         assert_eq!(send(address, post_to("/us/pay/1", &key, "")).await.text(), "run 2");
         assert_eq!(send(address, post_to("/eu/refund/1", &key, "")).await.text(), "run 3");

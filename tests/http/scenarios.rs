@@ -29,8 +29,8 @@ pub(crate) struct Suite {
 }
 
 impl Suite {
-    /// Runs every scenario, and compares the differences with those that are expected and documented: the scenario, the
-    /// step with its expectation, and the layer's own answer.
+    /// Runs every scenario, and asserts that the layer differs exactly as `expected` and the documented table say. Each
+    /// element of `expected` is a scenario, a step with its expectation, and the layer's own answer.
     pub(crate) async fn run(&self, expected: &[(&str, &str, &str)]) {
         let suite: Value = serde_json::from_str(self.text).unwrap();
         let (mut differences, mut unequal) = (BTreeSet::new(), BTreeSet::new());
@@ -74,7 +74,7 @@ struct Shop {
     store: FaultyStore,
     clock: ManualClock,
     lease: Duration,
-    /// Stage of handlers that end when the scenario lets them. `open` is the stage of all other handlers.
+    /// Stage of handlers that end when the scenario lets them end. `open` is the stage of all other handlers.
     held: Stage,
     open: Stage,
 }
@@ -86,7 +86,7 @@ fn millis(value: &Value) -> Option<Duration> {
     value.as_u64().map(Duration::from_millis)
 }
 
-/// Lets store calls fail: all calls of a kind (`always`), or only this number of the first ones.
+/// Lets store calls fail. For each kind of call, `faults` holds `always`, or the number of first calls that fail.
 fn set_faults(store: &FaultyStore, faults: &Value) {
     for (name, call) in [("reserve", StoreCall::Reserve), ("finish", StoreCall::Finish), ("renew", StoreCall::Renew)] {
         let fault = Fault::Before(StoreErrorKind::Unavailable);
@@ -218,7 +218,7 @@ impl Shop {
         self.store.reserve(&ReserveRequest::new(key, OwnerToken::from_bytes([7; 16]), self.lease, day)).await.unwrap();
     }
 
-    /// Records a result that is no response under the key of a request.
+    /// Records a result under the key of a request. The result is no response.
     async fn record_nonsense(&self, request: &Value) {
         let key = Self::key_of(request, request["idempotency_key"].as_str().unwrap());
         let operation = Operation::new(&self.store, Ok(key), POLICY);

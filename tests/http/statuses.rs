@@ -334,7 +334,7 @@ async fn in_shadow_mode_the_layer_refuses_no_request() {
     for request in bad() {
         assert!(send(address, request).await.status.is_client_error());
     }
-    // A malformed digest or a full layer refuses nothing in shadow mode either.
+    // In shadow mode the layer refuses neither a request with a malformed digest nor a request over its limit.
     MODE.set(Mode::Shadow);
     let (address, _) = serve_counter(with(POLICY.mode_switch(&MODE)).max_in_flight(0)).await;
     let mut lie = post("k", "1");

@@ -19,7 +19,7 @@ async fn every_store_replays_a_response_byte_for_byte() {
     let schema = schema.replace([' ', '"'], "_");
     drop(PostgresStore::options().schema(&schema).ensure_schema().connect(&postgres).await.expect("makes the table"));
     let dynamo = dynamo::Kind::Dynoxide.shared();
-    // Every kind of store, each with keys that no other test uses.
+    // The specs name every kind of store, each with keys that no other test uses.
     let specs = [
         format!("sqlite {}", file.file().display()),
         format!("redis {redis} http"),

@@ -18,13 +18,13 @@ enum Class {
     Text,
     /// A string that is invalid for the suite and for the layer.
     BrokenText,
-    /// A string without a printable character other than the blank.
+    /// A string that is empty, or that has only blanks.
     BlankText,
     /// An item of any type with more than 255 characters.
     Long,
     /// An item that is written on two lines.
     TwoLines,
-    /// Text without quotes that is a key unchanged, even if it is no valid item.
+    /// Text without quotes that the layer uses unchanged as a key, even if the text is no valid item.
     Bare,
     /// Text without quotes that is no key: it is empty, or has a blank, an unprintable character or one of `",;\`.
     NotBare,
@@ -62,7 +62,7 @@ impl Vector {
         }
     }
 
-    /// Returns the key that the layer reads; `None` if it refuses the field.
+    /// Returns the key that the layer reads; `None` if the layer refuses the field.
     fn key(&self) -> Option<&str> {
         match self.class() {
             Class::Text => self.text.as_deref(),

@@ -1,4 +1,4 @@
-//! The Universal Commerce Protocol: the operations of its REST binding that have a key, and those that have none.
+//! The Universal Commerce Protocol: the operations of its REST binding that have a key, and operations without a key.
 //!
 //! The cases are those of the protocol's own conformance suite (`idempotency_test.py`): creation, update, completion
 //! and cancellation of a checkout.

@@ -156,7 +156,8 @@ mutants! {
     SkewIgnored => Rule::S1, "clocks_that_differ";
     /// The clocks differ, and a comparison ignores the fraction of a tick that a clock reading drops.
     SkewNotRoundedUp => Rule::S1, "clocks_that_differ";
-    /// The senders of requests set the times, and a late renewal shortens the lease that a later renewal has confirmed.
+    /// The store has no clock, so each request carries the time of its sender. A renewal that arrives after a newer one
+    /// shortens the lease.
     LateRenewalCutsShort => Rule::S1, "late_renewals_between_clocks";
 
     // Mistakes in a call's steps. Each description says what the call does wrongly.
@@ -223,7 +224,8 @@ mutants! {
     BeatRefusalEndsEnding => Rule::S7Retry, "beats";
     /// The library tries to write the end of an attempt for as long as the lease can be renewed.
     EndsForEver => Rule::EndsInTime, "endings";
-    /// A call writes a release in place of its error, and takes the refusal of that release for a lost lease.
+    /// A call that could not record its error tries to release the key. The store refuses the release, and the call
+    /// reports a lost lease, although its error may already be recorded.
     ShortenedRefusalIsFinal => Rule::Told, "endings";
     /// A body goes on after a heartbeat has found its lease lost.
     LostLeaseRunsOn => Rule::L4, "beats";

@@ -1,4 +1,5 @@
-//! Rules of the protocol, stated in terms of grants, writes and answers, independently of the code that keeps them.
+//! Rules of the protocol, stated in terms of grants, writes and answers, independently of the code that keeps the
+//! rules.
 //!
 //! Every step of the model checks every rule. A broken rule is noted in the state, so that one search checks all rules.
 
@@ -191,7 +192,7 @@ impl Scene {
         fn any(world: &World, is: impl Fn(&Slot) -> bool) -> bool {
             world.slots.iter().flatten().any(is)
         }
-        // Name of the event, and the condition that shows it in a state.
+        // Each event has a name, and a condition that shows the event in a state.
         let (name, condition): (_, fn(&Config, &World) -> bool) = match self {
             Self::Replay => ("a result is replayed", |_, world| told(world, Class::Replayed)),
             Self::Takeover => ("a body runs after a crash", |config, world| {
@@ -381,7 +382,7 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
     let before = holder(past.holder);
     let mut broken = world.broken;
 
-    // A request with another payload gets a mismatch in every state of the record. No other request gets one.
+    // A request with another payload gets a mismatch in every state of the record. No other request gets a mismatch.
     let differs = old.is_some() && past.mark.is_some() && plan.mark.is_some() && past.mark != plan.mark;
     broken.note(Rule::Fingerprint, differs != (answer == Answer::Mismatch) || (differs && old != new));
     match answer {
@@ -403,7 +404,8 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
         }
         Answer::Pending { .. } => {
             broken.note(Rule::S8, repeated);
-            // Longest time from the lapse of a lease until every process sees the lapse, if clocks differ.
+            // If clocks differ, `slack` is the longest time from the lapse of a lease until every process sees the
+            // lapse.
             let slack = config.skew.map_or(0, |skew| config.unit() * (2 * skew + 2));
             let until = world.call(before.min(who)).deed.promised_until;
             let until = if before == NOBODY { 0 } else { world.call(before).deed.promised_until.max(until) };

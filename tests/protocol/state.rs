@@ -130,7 +130,7 @@ pub(crate) struct Request {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub(crate) enum RequestKind {
     /// Inserts a record, or replaces the record `over` that the sender has seen. `sent`: true time of the request if
-    /// the senders' clocks set the times, otherwise 0.
+    /// the senders' clocks set the times, otherwise 0. `asks`: true if the sender has a reconciler that it will ask.
     Reserve {
         sent: u8,
         over: Option<Met>,
@@ -251,7 +251,7 @@ pub(crate) struct Call {
     pub(crate) registered: bool,
     /// Time of the body's time-out; 0 for never.
     pub(crate) stop_at: u8,
-    /// Time of the first failed write of the attempt's end, if the write has failed since.
+    /// Time of the first failed write of the attempt's end; `None` if no write has failed.
     pub(crate) fails_since: Option<u8>,
     /// True if a renewal that was sent after `fails_since` has been confirmed.
     pub(crate) renewed: bool,
@@ -322,7 +322,7 @@ pub(crate) enum Phase {
     /// The body was ended before it returned, and its values are being dropped. Then `ending` is written, and the
     /// caller gets `told`.
     Dropping { ending: Ending, told: Class },
-    /// The end of the attempt is being written. `late`: answer that the caller got, if it no longer waits.
+    /// The end of the attempt is being written. `late`: answer that the caller got, if the caller no longer waits.
     Ending { ending: Ending, late: Option<Class>, line: Line },
     /// The call has no more steps.
     Over(Class),
@@ -365,8 +365,8 @@ pub(crate) enum Ending {
         ok: bool,
     },
     Release(ReleaseKind),
-    /// Release in place of an error that is too large for the store. The call retries the release for as long as a
-    /// completion.
+    /// Release in place of an error that is too large for the store. The call retries the release for as long as it
+    /// would retry a completion.
     Instead,
     /// Completion without its result, or release in place of an error. The call tries this shorter write by turns with
     /// the complete write.
@@ -377,8 +377,8 @@ pub(crate) enum Ending {
     LeftOut {
         ok: bool,
     },
-    /// Clean-up after a reservation without an answer, which may have taken effect or may still: reserves the key
-    /// again, and then releases it.
+    /// Clean-up after a reservation without an answer: reserves the key again, and then releases the key. The first
+    /// reservation may have taken effect, or may still take effect.
     CleanUp(Reserving),
     /// Release of the key that the clean-up has reserved.
     GiveBack,
@@ -409,7 +409,7 @@ pub(crate) enum Class {
     Dropped,
 }
 
-/// Facts about a call, including facts that the call can't observe. Only properties read them.
+/// Facts about a call, including facts that the call can't observe. Only properties read these facts.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct CallFacts {
     pub(crate) body: Body,
@@ -441,7 +441,7 @@ pub(crate) enum Body {
     Forgiven,
 }
 
-/// Events of a key since its record was last absent or reopened. Only properties read them.
+/// Events of a key since its record was last absent or reopened. Only properties read these events.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct History {
     /// Owner token of the latest attempt.

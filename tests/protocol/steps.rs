@@ -1185,7 +1185,8 @@ fn hears_beat(config: &Config, world: &mut World, who: CallId) {
     }
 }
 
-/// Lets the body return, and starts the last write with its output.
+/// Lets the body return, and starts the last write of the call: it records the output, or releases the key after an
+/// error that is not recorded.
 pub(crate) fn returns(config: &Config, world: &mut World, who: CallId, ok: bool) {
     let ending = match (ok, config.plan(who).record_errors) {
         (false, false) => Ending::Release(ReleaseKind::Returned),

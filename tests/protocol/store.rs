@@ -188,7 +188,7 @@ pub(crate) struct Reading {
 }
 
 impl Reading {
-    /// Time until `time` has passed by every clock; zero only if it has passed.
+    /// Time until `time` has passed by every clock; zero only if `time` has passed.
     pub(crate) fn until(self, time: u8, mutant: Option<Mutant>) -> u8 {
         match (self.skew, mutant) {
             (None, _) | (Some(_), Some(Mutant::SkewIgnored)) => time.saturating_sub(self.now),
@@ -247,7 +247,7 @@ pub(crate) fn reserves(
     }
 }
 
-/// Returns the answer to another call with the policy of `who`, which finds `slot` after the lease has lapsed by every
+/// Returns the answer to another call with the policy of `who` that finds `slot` after the lease has lapsed by every
 /// clock.
 pub(crate) fn after_its_lease(config: &Config, slot: Slot, who: CallId) -> Answer {
     /// Generation of owner tokens that no call of the plan reaches.

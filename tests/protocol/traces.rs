@@ -123,7 +123,7 @@ fn a_modelled_store_with_a_mistake_disagrees_with_the_memory_store() {
         TakeoverKeepsToken,
     };
     let runtime = runtime();
-    // Mistakes that change an answer of the store or a record.
+    // These mistakes change an answer of the store, or a record.
     for mutant in [
         FailOfCallerIgnored,
         FailOfOwnerIgnored,
@@ -384,7 +384,7 @@ impl From<Error> for Failure {
             Error::Unrecorded { .. } => Some(Class::Unrecorded),
             Error::Store { .. } => Some(Class::StoreFailed),
             Error::TimedOut { .. } => Some(Class::TimedOut),
-            // The store replays the result of another call, which the engine can't decode.
+            // The store replays another call's result, which the engine can't decode.
             Error::ResultUnavailable { .. } => Some(Class::Replayed),
             _ => None,
         })
@@ -826,7 +826,7 @@ impl<'a> Pair<'a> {
         held.unwrap_or_else(|| Record::first(request)).lease(request)
     }
 
-    /// Renewal of the engine whose answer no call awaits any more.
+    /// Renewal that the engine has sent, and whose answer no call awaits any more.
     fn late_renewal(&self) -> Request {
         let is_it = |request: &&Request| request.who == 0 && matches!(request.ask, RequestKind::Renew { .. });
         *self.world.net.iter().find(is_it).expect("the request is under way")
@@ -868,7 +868,7 @@ fn class((result, outcome): &Ended) -> Option<Class> {
 fn the_models_calls_agree_with_the_engine() {
     let runtime = runtime();
     let told = Mutex::new(BTreeMap::new());
-    // A policy of any kind, and numbers that each choose one of the possible steps.
+    // A trace has a policy of any kind, and numbers. Each number chooses one of the possible steps.
     let plan = (
         (any::<[bool; 3]>(), weighted(0.2), weighted(0.2)),
         proptest::option::of(1..3_u8),
@@ -927,7 +927,7 @@ fn the_models_calls_agree_with_the_engine() {
     }
 }
 
-/// The comparison must fail if the model ends its call differently: this shows that the comparison can fail.
+/// The comparison must fail if the model ends its call differently.
 #[test]
 fn a_model_with_another_ending_disagrees_with_the_engine() {
     let config = Config::of(&[Plan::default()]);

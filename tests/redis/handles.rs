@@ -177,7 +177,7 @@ async fn results_on_a_slow_line_cost_no_lease() {
     let proxy = Proxy::to(server.port()).await;
     let store = RedisStore::connect(&proxy.url()).await.unwrap();
     proxy.set(Line::Slow(6 * 1024 * 1024));
-    // Ten handlers run, whose leases need renewals over the slow line.
+    // The leases of ten running handlers need renewals over the slow line.
     let policy = POLICY.lease(Duration::from_secs(3));
     let done = Arc::new(Notify::new());
     let handlers: Vec<_> = (0..10)

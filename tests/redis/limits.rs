@@ -1,5 +1,5 @@
-//! Values that a server can't store: the store returns an error that is not transient, and only few connections that
-//! other calls use break.
+//! Values that a server can't store: the store returns an error that is not transient. Of the connections that other
+//! calls use, only a few break.
 
 use super::*;
 
@@ -22,7 +22,7 @@ async fn connections(server: &RedisServer) -> u64 {
     accepted.unwrap().trim().parse::<u64>().unwrap() - 1
 }
 
-/// Opens a store whose login may not read the server's settings, and so does not know the server's size limit.
+/// Opens a store whose login may not read the server's settings, so that the store does not know the size limit.
 async fn unknowing(server: &RedisServer) -> RedisStore {
     let mut raw = server.raw().await;
     let rules = ["reset", "on", ">secret", "~*", "&*", "+@all", "-config"];
@@ -57,7 +57,7 @@ async fn a_full_server_refuses_every_write() {
     let reserving = async || store.reserve(&request(&store, "new")).await.map(|_| ());
     let finishing = async |lease: &Lease| store.finish(lease, &finish).await.map(|_| ());
     let mut answers = vec![reserving().await, finishing(&leases[0]).await];
-    // Concurrent requests, whose completions share a script, fail too.
+    // Concurrent requests fail too. The completions among them share a script.
     let (a, b, c, d) = futures::join!(reserving(), finishing(&leases[0]), finishing(&leases[1]), finishing(&leases[2]));
     answers.extend([a, b, c, d]);
     for answer in answers {

@@ -125,7 +125,7 @@ async fn a_dropped_operation_is_not_sent() {
     drop_at_once(leases.iter().map(|lease| store.inspect(&lease.key)));
     drop_at_once(leases.iter().map(|lease| store.reopen(&lease.key, 1)));
     drop_at_once(leases.iter().map(|lease| renew_all(&store, std::slice::from_ref(lease))));
-    // An answer to this request shows that the lanes have handled all earlier ones.
+    // An answer to this request shows that the lanes have handled all earlier requests.
     assert!(store.inspect(&finished.key).await.unwrap().is_some());
     let sent = sets(&server).await - before;
     assert!(sent <= 1 + 4, "{sent} commands of dropped calls were sent");

@@ -58,7 +58,7 @@ mod shadowed {
 
 use idem_runtime::{Error, MemoryStore, idempotent};
 
-// Arguments and locals of the user with the names of the generated code's locals.
+// The user's arguments and locals have the names of the generated code's locals.
 #[idempotent(key = "{key}:{part}:{operation}", ttl = ttl, store = store, policy = policy, fingerprint = fingerprint)]
 async fn locals(
     app: &App,
@@ -93,7 +93,7 @@ mod constants {
     }
 }
 
-// Traits of a user whose methods have the names of the runtime's methods.
+// The methods of a user's traits have the names of the runtime's methods.
 trait Nosy {
     fn text(&self, _: &str) {}
     fn build(&self) {}
@@ -111,7 +111,7 @@ async fn methods(app: &App, id: u32) -> Result<u32, Error> {
     Ok(App::run(app) + id)
 }
 
-// Argument with the name of its own function.
+// The argument has the name of its own function.
 #[idempotent(key = "{named}", ttl = "1h", store = app.store)]
 async fn named(app: &App, named: u32) -> Result<u32, Error> {
     Ok(app.run() + named)
@@ -134,7 +134,7 @@ struct Outside<'a>(&'a App);
 
 impl Outside<'_> {
     async fn named(&self, id: u32) -> Result<u32, Error> {
-        // Function inside of a method; the attribute must not take the function for a method.
+        // The function is inside of a method. The attribute must not take the function for a method.
         #[idempotent(key = "{id}", ttl = "1h", store = app.store)]
         async fn inside(app: &App, id: u32) -> Result<u32, Error> {
             Ok(app.run() + id)

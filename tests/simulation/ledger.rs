@@ -287,13 +287,13 @@ impl Ledger {
         }
     }
 
-    /// Enters that the last value of the body of `call` was dropped, if the body began.
+    /// Enters in the books that the last value of the body of `call` was dropped, if the body began.
     pub(crate) fn drop_values(&mut self, net: &Net, call: usize) {
         let event = net.history().event();
         self.runs.iter_mut().filter(|run| run.call == call).for_each(|run| run.values_dropped = Some(event));
     }
 
-    /// Enters the end of a call, and checks its answer against the present records.
+    /// Enters the end of a call in the books, and checks its answer against the present records.
     pub(crate) fn end_call(&mut self, net: &Net, call: usize, key: &Key, end: CallEnd) {
         let event = net.history().event();
         if self.calls[call].end.is_some() {

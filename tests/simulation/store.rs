@@ -453,7 +453,7 @@ impl Line {
         self.hear(&ops, fate, done.filter(|_| arrives))
     }
 
-    /// Enters the operations of `request`, and draws its fate and its longest delay in each direction.
+    /// Enters the operations of `request` in the history, and draws its fate and its longest delay in each direction.
     fn send(&self, request: &Request) -> (Vec<usize>, Fate, Duration) {
         let net = &self.0.net;
         let mut history = net.history();
@@ -472,7 +472,7 @@ impl Line {
         (ops, fate, longest)
     }
 
-    /// Enters the end of the operations, and returns the answer for the caller.
+    /// Enters the end of the operations in the history, and returns the answer for the caller.
     fn hear(&self, ops: &[usize], fate: Fate, done: Option<LandedRequest>) -> Result<Reply, StoreError> {
         let mut history = self.0.net.history();
         let unknown = |why| StoreError::new(StoreErrorKind::Unconfirmed, why);

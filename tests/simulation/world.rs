@@ -381,7 +381,7 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
     Ok(value)
 }
 
-/// Calls the handler of `delivery`, and enters the end of the call.
+/// Calls the handler of `delivery`, counts its outcome, and enters the end of the call in the books.
 async fn call_once(delivery: &Delivery) -> Result<String, Failure> {
     let values = Values { world: delivery.world.clone(), call: delivery.call };
     let (result, outcome) = match (delivery.payload, delivery.operation().records) {

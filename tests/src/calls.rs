@@ -28,7 +28,7 @@ pub fn request(store: &impl Store, name: &str) -> ReserveRequest {
     ReserveRequest::new(key(name), store.context().new_owner(), LEASE, TTL)
 }
 
-/// Returns the lease in the answer to a reservation, which must be granted.
+/// Returns the lease in the answer to a reservation. The reservation must have been granted.
 pub fn lease_of(answer: Result<Reservation, StoreError>) -> Lease {
     match answer {
         Ok(Reservation::Granted { lease, .. }) => lease,
@@ -41,7 +41,7 @@ pub async fn wins(store: &impl Store, request: &ReserveRequest) -> Lease {
     lease_of(store.reserve(request).await)
 }
 
-/// Reserves `name`, which must succeed.
+/// Reserves `name`; the reservation must succeed.
 pub async fn reserved(store: &impl Store, name: &str) -> Lease {
     wins(store, &request(store, name)).await
 }

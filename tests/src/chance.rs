@@ -28,7 +28,7 @@ impl Chance {
         z ^ (z >> 31)
     }
 
-    /// Random number below `n`, which must not be zero.
+    /// Random number below `n`. The limit `n` must not be zero.
     pub fn below(&mut self, n: usize) -> usize {
         usize::try_from(self.next() % n as u64).expect("below a `usize`")
     }

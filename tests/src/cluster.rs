@@ -236,7 +236,7 @@ pub fn pair(kind: Kind) -> (RedisServer, RedisServer) {
     (primary, replica)
 }
 
-/// Starts a replica of the server on port `of`, which it reaches by port `through`. Returns once the replica is up to
+/// Starts a replica that reaches the server on port `of` through port `through`. Returns once the replica is up to
 /// date.
 fn replica(kind: Kind, of: u16, through: u16) -> RedisServer {
     let args = ["--appendonly", "no", "--repl-diskless-sync-delay", "0"];
@@ -266,7 +266,7 @@ impl Watched {
         Self::start_at(primary, through, down_after)
     }
 
-    /// Starts the replica and the sentinels of `primary`, which they reach through the proxy on port `through`.
+    /// Starts a replica and sentinels of `primary`. They reach `primary` through the proxy on port `through`.
     pub fn start_at(primary: RedisServer, through: u16, down_after: u32) -> Self {
         let replica = replica(Kind::Redis, primary.port(), through);
         let sentinels = (0..3).map(|_| Sentinel::start(through, down_after)).collect();
@@ -369,7 +369,7 @@ impl Drop for Sentinel {
 /// another process would open it.
 pub async fn cluster_subject(options: fn() -> RedisOptions) -> Subject {
     static SHARED: OnceLock<Vec<u16>> = OnceLock::new();
-    // A long time-out: no node is killed here, and a slow machine must not start a failover.
+    // The time-out is long, because a slow machine must not start a failover. No test kills a node of this cluster.
     let ports = SHARED.get_or_init(|| forever(|| keep(Cluster::start(20_000), Cluster::ports))).clone();
     let url = url(&ports);
     let spoil = move |key: Key| {

@@ -52,7 +52,7 @@ impl Kind {
         program.unwrap_or_else(|| panic!("`{variable}` names no emulator; run ./scripts/test")).into()
     }
 
-    /// Endpoint of one emulator for the whole test process, with the table in it.
+    /// Endpoint of the emulator that the whole test process shares. The emulator has the table of records.
     pub fn shared(self) -> String {
         static EMULATORS: OnceLock<Mutex<Vec<(Kind, String)>>> = OnceLock::new();
         let mut emulators = EMULATORS.get_or_init(Mutex::default).lock().unwrap();
@@ -128,7 +128,7 @@ pub struct Emulator {
 }
 
 impl Emulator {
-    /// Starts an emulator without tables, which keeps tables in memory.
+    /// Starts an emulator that has no table yet, and keeps tables in memory.
     pub fn start(kind: Kind) -> Self {
         Self::start_with(kind, false, &Vec::new())
     }
@@ -289,7 +289,8 @@ struct Idle {
 }
 
 impl Idle {
-    /// Idle connections of this process. A forked child leaks inherited ones, because a close would affect its parent.
+    /// Idle connections of this process. A forked child leaks the inherited connections, because a close would affect
+    /// its parent.
     fn of_this_process(&mut self) -> &mut Vec<BufReader<TcpStream>> {
         let this = std::process::id();
         if self.process != this {

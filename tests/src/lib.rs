@@ -60,6 +60,7 @@ pub struct Guide;
 #[doc = include_str!("../../docs/http.md")]
 pub struct HttpPage;
 /// Compiles and runs the code of the page about brokers, with stores in memory.
+
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/brokers.md")]
 pub struct Brokers;

@@ -1,8 +1,8 @@
 //! PostgreSQL servers for tests, and poolers in front of them.
 //!
 //! The programs come from Debian's `postgresql` 15 and `pgbouncer`. `IDEM_TEST_POSTGRES` names another folder of
-//! programs, `IDEM_TEST_PGBOUNCER` another program. PostgreSQL and PgBouncer refuse to run as root, so root starts them
-//! as the user `postgres`.
+//! programs, and `IDEM_TEST_PGBOUNCER` names another pooler. PostgreSQL and PgBouncer refuse to run as root, so root
+//! starts them as the user `postgres`.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -55,7 +55,7 @@ fn give(path: &Path) {
     }
 }
 
-/// Returns the command of a server, which does not run as root. The kernel sends it `signal` if this process dies
+/// Returns a command that runs a server, never as root. The kernel sends `signal` to the server if this process dies
 /// first.
 fn unprivileged(program: &Path, signal: Option<&str>) -> Command {
     let mut command = Command::new("setpriv");
@@ -285,7 +285,7 @@ pub async fn raw(url: &str) -> tokio_postgres::Client {
     client
 }
 
-/// Pooler in front of a server, which gives each transaction its own session; killed when dropped.
+/// Pooler that gives each transaction its own session of the server; killed when dropped.
 #[derive(Debug)]
 pub struct PgBouncer {
     port: u16,

@@ -22,7 +22,7 @@ pub enum Line {
     Pass,
     /// Carries bytes after this time, in both directions.
     Delay(Duration),
-    /// Carries each piece after a random time of at most this, so that connections overtake each other.
+    /// Carries each piece after a random time of at most this duration, so that connections overtake each other.
     Uneven(Duration),
     /// Carries this many bytes a second in each direction, all connections taken together.
     Slow(u32),
@@ -50,8 +50,8 @@ impl Line {
         matches!(self, Self::Stale | Self::EndToClient | Self::EndToServer)
     }
 
-    /// True if a connection can go on when another behaviour is set. A connection that has lost bytes can't, because
-    /// TCP never loses bytes from the middle of a stream.
+    /// True if a connection can go on when another behaviour is set. A connection that has lost bytes can't go on,
+    /// because TCP never loses bytes from the middle of a stream.
     fn loses_nothing(self) -> bool {
         matches!(self, Self::Pass | Self::Delay(_) | Self::Uneven(_) | Self::Slow(_))
     }

@@ -50,7 +50,8 @@ pub struct Line {
 pub enum Event {
     /// A call begins.
     Asked,
-    /// The body begins, as the attempt of this number. This line is the effect: every run of a body writes one.
+    /// The body begins, as the attempt of this number. This line is the effect: every run of a body writes one such
+    /// line.
     Began(u32),
     /// The store confirmed the lease. The line has the time of the renewal's request.
     Held,
@@ -64,8 +65,8 @@ pub enum Event {
     Replayed(String),
     /// The call has ended with `Error::LeaseLost`.
     LeaseLost,
-    /// The call has ended with `Error::LeaseLost` because the store did not renew the lease, with the kind of the
-    /// refusal.
+    /// The call has ended with `Error::LeaseLost` because the store did not renew the lease. The text is the kind of
+    /// the store's error.
     Unrenewed(String),
     /// The call has ended with `Error::Unrecorded`.
     Unrecorded,
@@ -216,17 +217,18 @@ pub fn key(n: usize) -> Key {
 /// Keys that a racer serves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Keys {
-    /// The racer serves this number of keys, one after the other.
+    /// The racer serves this number of keys, one after the other. Only its first body does the [`Work`].
     Fixed(usize),
-    /// The racer serves keys one after the other, until [`Crew::finish`] sets the number of keys.
+    /// The racer serves keys one after the other, until [`Crew::finish`] sets the number of keys. Only its first body
+    /// does the [`Work`].
     Open,
-    /// This number of keys concurrently. Every body does the [`Work`]; in other variants only the first body of a racer
-    /// does it.
+    /// The racer serves this number of keys concurrently. Every body does the [`Work`].
     Together(usize),
-    /// One key, and after [`Crew::open_gate`] this number of further keys concurrently.
+    /// The racer serves one key, and after [`Crew::open_gate`] this number of further keys concurrently. The bodies of
+    /// the further keys do the [`Work`].
     Gated(usize),
-    /// The first number of keys concurrently, whose bodies all do the [`Work`]. Meanwhile the racer serves the second
-    /// number of further keys repeatedly, with [`Work::Some`], until [`Crew::open_gate`].
+    /// The racer serves the first number of keys concurrently, and the bodies of these keys do the [`Work`]. Meanwhile
+    /// the racer serves the second number of further keys repeatedly, with [`Work::Some`], until [`Crew::open_gate`].
     Beside(usize, usize),
 }
 
@@ -239,13 +241,12 @@ pub enum Work {
     Some,
     /// The body takes two leases.
     Long,
-    /// The body takes some milliseconds. A racer's first body runs until [`Crew::open_gate`], and renews its lease
-    /// itself.
+    /// The body takes some milliseconds, and then runs until [`Crew::open_gate`]. The body renews its lease itself.
     Held,
     /// Like `Held`, but only the heartbeat renews the lease.
     Quiet,
-    /// Like `Quiet`, and the racer writes each poll of the body into the table. A racer that was stopped has many other
-    /// tasks to poll first.
+    /// Like `Quiet`, and the racer writes each poll of the body into the table. When a stopped racer continues, its
+    /// runtime polls many other tasks before its timers.
     Polled,
     /// Like `Quiet`, but the body blocks the only thread of its runtime.
     Blocks,
@@ -312,7 +313,7 @@ impl Policies {
         }
     }
 
-    /// Whether a key is under `max_attempts = 1`.
+    /// Reports whether a key is under `max_attempts = 1`.
     pub fn has_one_attempt(self, key: usize) -> bool {
         self == Self::Limited && key % 3 == 2
     }
@@ -605,21 +606,21 @@ pub fn beside(path: &Path, name: &str) -> PathBuf {
 /// - no attempt number occurs twice, and no body ran after the recorded attempt;
 /// - an attempt begins only when a lease has passed since the previous attempt's lease was last confirmed, so that
 ///   bodies overlap only if a lease was not renewed;
-/// - the run that is recorded did not get `LeaseLost`.
+/// - the call whose run is recorded did not get `LeaseLost`.
 ///
 /// For a key under `on_crash = fail`:
 ///
 /// - at most one body began;
-/// - the key ends interrupted only if its body did not return, or if its process was killed before the body could
-///   begin;
+/// - the key ends interrupted only if a body of the key did not return, or if the process of a call was killed before
+///   the body could begin;
 /// - no caller gets a result of an interrupted key;
 /// - a call gets `Interrupted` only if another call of the key is without a result, and that call's lease has lapsed.
 ///
 /// For a key under `max_attempts = 1`:
 ///
 /// - at most one body began;
-/// - the attempts of the key are exhausted only if a body began, or if its process was killed before the body could
-///   begin.
+/// - the attempts of the key are exhausted only if a body began, or if the process of a call was killed before the body
+///   could begin.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Rules {
     /// True if every lease lasts for its full time. If a test sets the clock that measures leases, a lease may be
@@ -794,8 +795,8 @@ impl Rules {
         }
     }
 
-    /// Reports whether the body of `call` began, or the process was killed when the record may have had the mark that
-    /// it began.
+    /// Reports whether the body of `call` began, or whether its process was killed when the record may have been marked
+    /// as begun.
     fn may_have_begun(&self, call: &Call) -> bool {
         call.began.is_some() || (call.told.is_none() && !self.is_within_the_stop(call))
     }
@@ -808,7 +809,7 @@ impl Rules {
         })
     }
 
-    /// Reports whether `call` may be the reason why the call `told` got `Interrupted`.
+    /// Reports whether `call` may be the reason for the `Interrupted` that the call `told` got.
     fn may_interrupt(&self, call: &Call, told: &Call, lease: Duration) -> bool {
         let told_at = told.told.as_ref().map_or(u64::MAX, |(at, _)| *at);
         let lapses = call.held + u64::try_from(lease.as_millis()).expect("short");
@@ -884,8 +885,8 @@ impl Rules {
 
 // The race that every store runs.
 
-/// Race in which `racers` processes work on all keys, and one more process is killed `kills` times, at any point of its
-/// work.
+/// Race in which `racers` processes work on all keys. Meanwhile `kills` further processes are started and killed one
+/// after the other, each at any point of its work.
 #[derive(Clone, Copy, Debug)]
 pub struct Race<'a> {
     /// Program of a racer: `env!("CARGO_BIN_EXE_racer")`.

@@ -1,4 +1,4 @@
-//! Operator's decision that another attempt may run, which many tests need.
+//! Operator's decision that another attempt may run. Many tests need this decision.
 
 use idem_runtime::store::{Action, Decision, DecisionAnswer, OwnerToken, Standing, StoreFuture, Verdict};
 use idem_runtime::{Key, Store};

@@ -245,7 +245,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// Blocks until `condition` holds. `what` names the condition in the panic.
 ///
 /// # Panics
-/// If `condition` does not hold after minutes.
+/// If `condition` does not hold within three minutes.
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let started = Instant::now();
     while started.elapsed() < PATIENCE {
@@ -260,7 +260,7 @@ pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
 /// Waits until `condition` holds. `what` names the condition in the panic.
 ///
 /// # Panics
-/// If `condition` does not hold after minutes.
+/// If `condition` does not hold within three minutes.
 pub async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
     let started = Instant::now();
     while started.elapsed() < PATIENCE {

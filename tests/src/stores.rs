@@ -1,4 +1,4 @@
-//! Opens a store that a line of text names, which a racer gets as an argument.
+//! Opens the store that a line of text names. A racer gets this line as an argument.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -27,7 +27,8 @@ pub async fn open(spec: &str, lease: Duration) -> Arc<dyn Store> {
             Arc::new(patiently(|| options.clone().connect(url)).await)
         }
         ["replicated", url, prefix] => {
-            // A write waits for its answer and then for a replica, so each limit is half of the usual one.
+            // A write waits for its answer and then for a replica, so both time limits together are shorter than
+            // `answer`.
             let options = redis.namespace(prefix).response_timeout(answer / 2).min_replicas(1, answer / 4);
             Arc::new(patiently(|| options.clone().connect(url)).await)
         }

@@ -15,6 +15,8 @@ use serde_json::{Value, json};
 use super::alerts::{ALERTS, Alert, Panel, ROWS, Severity};
 use super::scenarios::{LEASE, POLICY, SCENARIOS, SCOPE, World};
 
+/// Runbook in the links of the alerts. A command in `docs/operations.md` replaces this text by the address of an
+/// organisation's own page.
 const RUNBOOK: &str = "docs/operations.md";
 
 /// Compares the file `name` of the repository with its expected text, or writes this text under `IDEM_UPDATE=1`.
@@ -284,7 +286,7 @@ fn every_expression_names_series_that_a_real_run_exports() {
         for scenario in SCENARIOS {
             (scenario.run)(&World::new()).await;
         }
-        // A call whose broker is away, so that the metrics of deliveries count something.
+        // The broker of this call is away, so that the metrics of deliveries count something.
         let world = World::new();
         let call =
             observe(world.lasting(POLICY, LEASE)).on_beat(LEASE / 3, |_| std::future::ready(Err::<(), _>("away")));

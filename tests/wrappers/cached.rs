@@ -297,8 +297,8 @@ async fn a_reopen_by_another_process_is_noticed_within_the_maximum_age() {
     assert!(store.is_empty());
 }
 
-/// A record that the store read before an operator's decision, and whose answer arrives after the decision, must not
-/// enter the cache.
+/// If the store reads a record before an operator's decision, and the answer to the read arrives after the decision,
+/// the record must not enter the cache.
 #[tokio::test]
 async fn a_decision_during_a_read_leaves_no_stale_entry() {
     #[derive(Clone, Copy, PartialEq, Debug)]
@@ -377,8 +377,7 @@ async fn a_decision_during_a_read_leaves_no_stale_entry() {
     }
 }
 
-/// If the answer to a read arrives while an operator's decision is under way, the answer holds the old record, even if
-/// the read began after the decision.
+/// A read during an operator's decision may return the old record, even if the read began later than the decision.
 #[tokio::test]
 async fn a_slow_decision_leaves_no_stale_entry() {
     for ends in ["before", "after"] {
@@ -476,11 +475,11 @@ async fn a_cached_store_reserves_the_key_if_its_read_fails() {
     assert!(store.is_empty());
 }
 
-/// Store in memory that either has no context or can't read finished records.
+/// Store in memory that either renews no leases or can't read finished records.
 #[derive(Clone, Debug)]
 struct Peculiar {
     memory: MemoryStore,
-    /// No context, as in a store inside a user's transaction, which may be rolled back.
+    /// Context without renewal, like the context of a store inside a user's transaction, which may be rolled back.
     none: Option<Arc<StoreContext>>,
     /// True if finished records can't be read at present.
     unreadable: bool,
@@ -644,7 +643,7 @@ fn concurrent_threads_exceed_no_limit_and_get_no_discarded_result() {
     let options: CachedOptions = Cached::options().max_entries(ENTRIES).max_bytes(BYTES).max_age(AGELESS);
     let store = options.wrap(memory.clone());
     let peer = store.peer(memory.peer());
-    // Smallest number of an attempt, for each key, whose result may still be replayed.
+    // `floors` holds, for each key, the smallest number of an attempt whose result may still be replayed.
     let floors: Vec<AtomicU32> = (0..KEYS).map(|_| AtomicU32::new(0)).collect();
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {

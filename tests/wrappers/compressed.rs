@@ -129,7 +129,7 @@ async fn no_result_larger_than_the_size_limit_is_decompressed() {
         let reason = read(&world, name, &sealed(1, "json", size, frame)).await;
         assert!(reason_of(&reason).contains("more than the 67108864 that may be decompressed"), "{name}: {reason:?}");
     }
-    // Frames with more or less content than declared, and two frames after each other.
+    // The content does not have the declared size, or the bytes are not exactly one frame.
     let small = compressed(&[b'x'; 1000]).await.split_off(3 + 4 + 8);
     for (name, size, rest) in [
         ("holds more", 1000, frame.to_vec()),

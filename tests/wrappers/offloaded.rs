@@ -378,7 +378,7 @@ async fn a_damaged_envelope_is_unavailable() {
             other => panic!("altered at {at}: {other:?}"),
         }
     }
-    // Paths to another object, and invalid paths.
+    // These paths lead to another object, or are invalid.
     for path in ["../../etc/passwd", "/", "a//b", "other"] {
         let forged = put(path, &[&whole[..15 + 32], path.as_bytes()].concat()).await;
         assert!(matches!(forged, StoredResult::Unreadable { .. }), "{path}: {forged:?}");

@@ -118,7 +118,7 @@ async fn a_client_randomly_lengthens_the_pause_that_a_server_asks_for() {
 
 #[tokio::test]
 async fn a_date_in_retry_after_is_a_time_of_the_wall_clock() {
-    // 21 Oct 2015, 07:28:00.
+    // The wall clock shows 21 Oct 2015, 07:28:00.
     let clock = Hurried::at(Duration::from_secs(1_445_412_480));
     for (date, seconds) in [
         ("Wed, 21 Oct 2015 07:28:08 GMT", 8),

@@ -110,7 +110,7 @@ async fn charge(store: &MemoryStore, address: SocketAddr, order: u32) -> Result<
     Ok(format!("{}, {}", String::from_utf8_lossy(&bytes), Reply::of(again).await?.text()))
 }
 
-/// Handler that uses hyper's client, whose errors and bodies a middle layer boxes.
+/// Handler that uses hyper's client. A layer in the middle boxes the client's errors and bodies.
 #[idempotent(key = "{order}", ttl = "1h", store = store, scope = "http test: hyper's client")]
 async fn charge_by_hyper(store: &MemoryStore, address: SocketAddr, order: u32) -> Result<String, BoxError> {
     let hyper = Client::builder(TokioExecutor::new()).http2_only(true).build_http::<Full<Bytes>>();

@@ -1,4 +1,4 @@
-//! Lists the crates whose types the public interface of `idem-runtime` uses, according to the JSON output of rustdoc.
+//! Lists the crates whose types the public interface of a package uses, according to the JSON output of rustdoc.
 //!
 //! `surface FILE CRATE...` ends with status 1 unless the public interface uses types or traits of exactly these crates.
 
@@ -31,7 +31,7 @@ fn main() -> ExitCode {
     let doc: Value = serde_json::from_str(&text).expect("JSON of rustdoc");
     let mut shown: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     let mut items = 0;
-    // Only items that this crate's source contains, without implementations that the compiler adds.
+    // The loop reads only items that this crate's source contains, without implementations that the compiler adds.
     for item in doc["index"].as_object().expect("items").values() {
         let implementation = &item["inner"]["impl"];
         let is_written =

@@ -121,7 +121,7 @@ impl Answers {
         }
     }
 
-    /// Notes the answer to a request with the key of `order` and another payload, which must run nothing.
+    /// Notes the answer to a request with the key of `order` and another payload. Such a request must run no handler.
     pub(crate) fn note_mismatch(&self, order: Order, answer: Option<&Answer>) {
         let status = answer.map_or(0, |answer| answer.status);
         self.count(format!("another payload: {status}"));

@@ -48,7 +48,7 @@ impl Order {
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
-    /// Header lines in lower case, without those that concern only this exchange.
+    /// Header lines in lower case, without the lines that concern only this exchange.
     pub(crate) head: Vec<String>,
     pub(crate) body: String,
 }
@@ -66,7 +66,7 @@ impl Answer {
         self.head.iter().any(|it| it == line)
     }
 
-    /// Returns the part that is the same in each replay.
+    /// Returns the parts of the answer that are the same in each replay.
     pub(crate) fn repeated(mut self) -> Self {
         self.head.retain(|line| !line.starts_with("date: ") && !line.starts_with("idempotent-replayed: "));
         self

@@ -4,10 +4,10 @@
 //! faults stop, every order gets its final answer, and the answers are compared with the ledger of effects. The exit
 //! status is 1 if a rule is broken:
 //!
-//! - No operation under `on_crash = fail` has two effects, and no attempt of any operation has two.
-//! - Every operation with a 2xx answer has its effect.
+//! - No operation under `on_crash = fail` has two effects, and no attempt of any operation has two effects.
+//! - Every operation with a 2xx answer has had its effect.
 //! - All recorded answers of an operation are equal, byte for byte, and no client gets the answer of another operation.
-//! - Another payload under a used key runs no handler. Every answer is one of those that docs/http.md lists.
+//! - A request with a used key and another payload runs no handler. Every answer is one that docs/http.md lists.
 //! - Once the faults have ended, every order gets a final answer, and each recorded answer is replayed.
 #![allow(clippy::disallowed_methods)] // Clients wait on real time.
 
@@ -112,7 +112,7 @@ impl Market {
         }
     }
 
-    /// Sends an order until its answer is final, to a server of either kind, and hangs up now and then.
+    /// Sends an order to a random server, and repeats it until the answer is final. Hangs up now and then.
     async fn deliver(&self, order: Order, mut chance: Chance) {
         for _ in 0..TRIES {
             let hang_up = match chance.below(20) {
