@@ -32,8 +32,8 @@ pub(super) struct Core {
     pub(super) terms: ExchangeTerms,
     pub(super) prefix: Box<str>,
     pub(super) limits: Arc<Limits>,
-    /// For the lease of another handle, by owner token: the time until which the lease certainly holds, from an earlier
-    /// answer of the server. While this time has not passed, a duplicate costs one round trip instead of two.
+    /// Time until which the lease of another handle certainly holds, by owner token, according to an earlier answer of
+    /// the server. While this time has not passed, a duplicate costs one round trip instead of two.
     pub(super) held: PerProcess<Mutex<HashMap<OwnerToken, Instant>>>,
 }
 
@@ -66,8 +66,8 @@ impl Core {
     /// Returns the time for which the lease of the pending attempt `owner` certainly holds, without asking the server;
     /// `None` if this process does not know the lease, or the lease may have lapsed.
     ///
-    /// A lease is only ever extended while its record is pending, so an earlier answer stays true. The server answers
-    /// with durations, which this process adds to the time of its own clock at which it asked.
+    /// While a record is pending, its lease is extended but never shortened, so an earlier answer stays true. The
+    /// server answers with durations, which this process adds to the time of its own clock at which it asked.
     pub(super) fn known_to_hold(&self, owner: OwnerToken) -> Option<Duration> {
         let now = self.now();
         let until = self.context.leases().held_until(owner).or_else(|| lock(self.held.here()).get(&owner).copied())?;

@@ -24,7 +24,7 @@ const CONNECT_PAUSE: Duration = Duration::from_millis(50);
 const CONNECTIONS: usize = 4;
 /// Longest duration of an exchange while bytes move on its connection, as a multiple of the time limit.
 const LONGEST: u32 = 15;
-/// A timer that fires later than this shows that the runtime was busy, and so did not read any answer either.
+/// Delay of a timer above which the runtime must have been busy, and so has read no answer either.
 const LATE: Duration = Duration::from_millis(100);
 
 /// A connection that the user opened. All clones of the connection share one socket.
@@ -119,8 +119,8 @@ struct OpenState {
     way: Option<OpenConnection>,
     /// Time and error of the last failed try to connect.
     failed: Option<(Instant, RedisError)>,
-    /// Set while a task opens a connection for all callers. The channel is closed when that task has succeeded or
-    /// failed.
+    /// Channel of the task that is opening a connection for all callers, if there is such a task. The channel is closed
+    /// when that task has succeeded or failed.
     connecting: Option<watch::Receiver<()>>,
 }
 
@@ -133,8 +133,8 @@ struct OpenConnection {
     connection: MultiplexedConnection,
     pulse: Arc<Pulse>,
     sees_bytes: bool,
-    /// The task that reads and writes; `None` if the client has started its own task. Ends with the last clone of this
-    /// connection.
+    /// The task that reads and writes; `None` if the client has started its own task. The task ends with the last clone
+    /// of this connection.
     _driver: Option<Arc<OwnedTask>>,
 }
 

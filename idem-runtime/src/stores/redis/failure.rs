@@ -76,7 +76,7 @@ impl ExchangeFailure {
             if &**code == "ERR" && !message.starts_with("Protocol error"))
     }
 
-    /// Converts the error of a failed try to open a connection, before which nothing was sent. An error reply of the
+    /// Converts the error of a failed try to open a connection. Nothing was sent before that try. An error reply of the
     /// server keeps its code.
     pub(super) fn not_opened(error: RedisError) -> Self {
         match error.kind() {
@@ -151,8 +151,8 @@ fn refused(ErrorReply { code, message }: &ErrorReply) -> StoreError {
     StoreError::new(kind, format!("{what}: {code} {message}"))
 }
 
-/// Texts of servers for a command that a script may not send: the login lacks the right, or the command is unknown,
-/// perhaps because it was renamed.
+/// Texts by which servers refuse a command in a script: the login lacks the right, or the command is unknown, perhaps
+/// because it was renamed.
 const FORBIDDEN: [&str; 5] = [
     "The user executing the script can't",
     "ACL failure in script",

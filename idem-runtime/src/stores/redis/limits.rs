@@ -41,8 +41,8 @@ const UNTOLD: usize = usize::MAX;
 struct LearnedLimits {
     /// Smallest size, in bytes, of the values that are refused as too large, and the time until which they are refused.
     too_large: Option<(usize, Instant)>,
-    /// Size in bytes of the smallest value during which one of the latest connections broke, and the number of these
-    /// connections.
+    /// Size in bytes of the smallest value that was being sent when one of the latest connections broke, and the number
+    /// of these connections.
     broke: Option<(usize, u32)>,
 }
 
@@ -58,7 +58,7 @@ impl Limits {
         self.told.fetch_min(most, Ordering::Relaxed);
     }
 
-    /// Takes over the limit that `other` holds from servers, if it is smaller.
+    /// Takes over the limit that servers have reported to `other`, if that limit is smaller.
     pub(super) fn configure_from(&self, other: &Self) {
         self.configure(other.told.load(Ordering::Relaxed));
     }
@@ -158,7 +158,7 @@ mod tests {
         assert_eq!(kind(limits.learn(3 * MIB, refused(), &clock)), StoreErrorKind::TooLarge);
         assert_eq!(kind(limits.check(3 * MIB, &clock)), StoreErrorKind::TooLarge);
         assert!(limits.check(3 * MIB - 1, &clock).is_ok());
-        // A small value whose connection was closed for the large value is not too large.
+        // A small value is not too large, even if its connection was closed because of a large value.
         assert_eq!(kind(limits.learn(10, refused(), &clock)), StoreErrorKind::Unavailable);
         clock.advance(LEARNED_FOR);
         assert!(limits.check(3 * MIB, &clock).is_ok());

@@ -59,7 +59,8 @@ impl RedisStore {
     /// - The primary that sentinels name: `redis-sentinel://[user:password@]host[:port][,host…]/name[/database]`; the
     ///   hosts are the sentinels. The login is for the primary; the login for the sentinels is
     ///   `?sentinel_user=…&sentinel_password=…`. Name all sentinels: to open a connection, the store asks all of them
-    ///   and uses the answer of the latest failover. After a failover the store connects to the new primary.
+    ///   and uses the answer of the sentinel that knows the latest failover. After a failover the store connects to the
+    ///   new primary.
     /// - A cluster: `redis-cluster://[user:password@]host[:port][,host…]`; the hosts are some of its nodes.
     ///
     /// The URLs for sentinels and clusters take `?tls=true` (feature `redis-tls`) and `protocol=resp3`. Write a

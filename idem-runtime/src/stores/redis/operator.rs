@@ -13,7 +13,8 @@ use crate::record::format::{self, millis};
 use crate::record::{Decision, DecisionAnswer, Record, Ruling, State, Verdict};
 use crate::store::{Cursor, Filter, Page, StoreError, StoreErrorKind};
 
-/// Approximate number of keys that one `SCAN` visits. Limits the time for which the `SCAN` blocks the server.
+/// Approximate number of keys that one `SCAN` visits. This number limits the time for which the `SCAN` blocks the
+/// server.
 const SCANNED_AT_ONCE: usize = 250;
 
 /// Lists the records that one `SCAN` of one server visits. The returned cursor names the server and holds its scan
@@ -44,8 +45,8 @@ pub(super) async fn scan(access: &Access<'_>, filter: &Filter) -> Result<Page, S
     let mut page = Page::default();
     for (name, look) in names.iter().zip(looks) {
         match look {
-            // Another application may have written a value of another type of Redis under this prefix. The page counts
-            // such a key as unreadable.
+            // Another application may have written a value of another Redis type (a list, a hash) under this prefix.
+            // The page counts such a key as unreadable.
             Err(error) if error.kind() != StoreErrorKind::Corrupt => return Err(error),
             found => page.add(filter, name.strip_prefix(prefix).unwrap_or_default(), found),
         }

@@ -59,8 +59,8 @@ impl RedisOptions {
         Self { namespace: namespace.into(), ..self }
     }
 
-    /// Name of this handle in its records, next to host and process (default: none). Shows who holds a key; see
-    /// [`Holder`](crate::store::Holder).
+    /// Name of this handle in its records, next to host and process (default: none). The name shows who holds a key;
+    /// see [`Holder`](crate::store::Holder).
     #[must_use]
     pub fn holder(self, name: impl Into<String>) -> Self {
         Self { holder: name.into(), ..self }
@@ -109,7 +109,7 @@ impl RedisOptions {
         }
     }
 
-    /// Connects with your own client: its address, credentials and certificates.
+    /// Connects with your own client, which provides the address, the credentials and the certificates.
     ///
     /// The type is the `Client` of version 1 of the crate `redis` (feature `with-redis-1`).
     ///
@@ -125,7 +125,7 @@ impl RedisOptions {
         self.connect_one(ServerLocation::at(client.clone()), ConnectPlan::At(client)).await
     }
 
-    /// Connects to the primary called `name` through your own clients for its sentinels, and follows it after a
+    /// Connects to the primary called `name` through your own clients for its sentinels, and to the new primary after a
     /// failover. Credentials, database and certificates come from `primary`; its address is ignored.
     ///
     /// The type is the `Client` of version 1 of the crate `redis` (feature `with-redis-1`).
@@ -204,8 +204,8 @@ impl RedisOptions {
         Ok(self.open(ConnectPlan::Cluster(named), connections, terms, limits))
     }
 
-    /// Uses your own connection, for example an existing `ConnectionManager`. The connection must be multiplexed, so
-    /// that clones share it, and reconnect on its own.
+    /// Uses your own connection, for example an existing `ConnectionManager`. The connection must be multiplexed
+    /// (its clones share one connection), and must reconnect on its own.
     ///
     /// The type is a connection of version 1 of the crate `redis` (feature `with-redis-1`).
     ///

@@ -13,7 +13,8 @@ use crate::record::format::millis;
 use crate::record::{Lease, Verdict};
 use crate::store::{Answers, StoreError};
 
-/// Largest number of leases that one script call renews. Limits the time for which the call blocks the server.
+/// Largest number of leases that one script call renews. This number limits the time for which the call blocks the
+/// server.
 const RENEWED_AT_ONCE: usize = 100;
 
 /// The slot of a lease's key (0 outside a cluster), and the index of the lease in the batch.

@@ -23,8 +23,8 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
     let first = Record::first(request);
     let ttl_ms = millis(first.retention(request.ttl));
     let write = RecordWrite { name, record: &first, reserved_at: None, expected: None, ttl_ms };
-    // If the latest takeover failed: the record that the takeover found in place of the expected record, and the rest
-    // of its lease.
+    // Record that the latest takeover found in place of the expected record, and the rest of its lease; `None` unless
+    // that takeover failed.
     let mut changed: Option<(Bytes, Duration)> = None;
     for look in 0..LOOKS {
         if pause_before(look, access.core.clock()).await {
@@ -73,9 +73,9 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
     Err(keeps_changing())
 }
 
-/// Answers with the record `found`, unless the answer depends on whether the record's lease still holds, and this
-/// process does not know. In that case, returns the record, and the decision that applies if the lease has lapsed.
-/// `left` is the rest of the lease, if known.
+/// Returns the answer to the reservation, if the record `found` suffices for an answer. Otherwise the record has to be
+/// replaced, or this process does not know whether the record's lease still holds: then returns the record, and the
+/// decision that applies if the lease has lapsed. `left` is the rest of the lease, if known.
 fn answer_found(
     access: &Access<'_>,
     request: &ReserveRequest,

@@ -12,16 +12,16 @@ pub struct Right {
 /// Purpose of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
-    /// Needed to open a store.
+    /// Opens a store.
     Opening,
-    /// Needed by a call or a renewal.
+    /// Serves a call or a renewal.
     Calls,
-    /// Needed by a store with `min_replicas`. A store without `min_replicas` uses only one of these commands:
+    /// Serves a store with `min_replicas`. A store without `min_replicas` uses only one of these commands:
     /// `PEXPIRETIME`, to show operators when an attempt began.
     Replicas,
-    /// Needed to wake the duplicates that wait for a completion.
+    /// Wakes the duplicates that wait for a completion.
     Wakes,
-    /// Needed by an operator who lists records.
+    /// Lists records for an operator.
     Lists,
 }
 

@@ -1,7 +1,8 @@
 //! Finds the primary through the sentinels that watch over it.
 //!
-//! - To open a connection, the store asks all sentinels. The answer of the latest failover (its *epoch*) wins: a
-//!   sentinel that was cut off still names the old primary. The named server must report itself as the primary.
+//! - To open a connection, the store asks all sentinels. The answer with the highest *epoch* (number of the latest
+//!   failover) wins: a sentinel that was cut off still names the old primary. The named server must report itself as
+//!   the primary.
 //! - The store asks the sentinels again when a sentinel announces a failover, and every five seconds. When the
 //!   sentinels name another server, the store closes its connection to the old server, and does not trust a late answer
 //!   of the old server.
@@ -41,7 +42,8 @@ pub(super) struct Sentinels {
     known: Mutex<Option<Primary>>,
     /// Number of primaries found so far.
     version: watch::Sender<u64>,
-    /// Notified when a sentinel has announced a failover.
+    /// Notified when the sentinels must be asked: after an announced failover, and after each new subscription, because
+    /// earlier announcements are lost.
     announced: Notify,
 }
 
@@ -201,8 +203,8 @@ async fn listen(sentinels: Arc<Sentinels>, client: Client) {
 /// Returns the answer of one sentinel; `None` if the sentinel watches no primary called `name`.
 async fn ask(sentinel: &Connection<Client>, name: &str) -> Result<Option<Primary>, ExchangeFailure> {
     let mut questions = Pipeline::new();
-    // Two commands: the address changes as soon as a replica is promoted, but the details, which hold the epoch, change
-    // only at the end of the failover.
+    // Two commands are needed: the address changes as soon as a replica is promoted, but the details, which hold the
+    // epoch, change only at the end of the failover.
     questions.cmd("SENTINEL").arg("GET-MASTER-ADDR-BY-NAME").arg(name);
     questions.cmd("SENTINEL").arg("MASTER").arg(name);
     let answers = sentinel.many(&questions).await?;

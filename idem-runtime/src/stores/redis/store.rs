@@ -30,9 +30,9 @@ use crate::sync::SharedOnce;
 ///   clock applies. A finished record also holds the time at which its attempt began, for display only: by the wall
 ///   clock of the attempt's process, or by the server's clock if the lease was renewed before the completion.
 /// - *Durability*: the server's settings decide (`appendonly`, `save`). A record that the server loses in a crash, or
-///   evicts, is forgotten: use `maxmemory-policy noeviction`; otherwise [`connect`](RedisStore::connect) logs a
-///   warning. Replication is asynchronous, so a failover forgets the writes that the new primary had not received yet,
-///   unless [`min_replicas`](super::RedisOptions::min_replicas) makes every answer wait for the replicas.
+///   evicts, is forgotten: use `maxmemory-policy noeviction`. With another policy, [`connect`](RedisStore::connect)
+///   logs a warning. Replication is asynchronous, so a failover forgets the writes that the new primary had not
+///   received yet, unless [`min_replicas`](super::RedisOptions::min_replicas) makes every answer wait for the replicas.
 /// - *Limits*: keys up to [`Key::MAX_BYTES`], results up to `max_result_bytes`, and never more than the server takes
 ///   (`proto-max-bulk-len`, default: 512 MB).
 /// - *Cost*: two round trips for a first run, one for a replay. With `SET … IFEQ` a completion for which a duplicate
@@ -207,8 +207,8 @@ impl Store for RedisInner {
                     .wakeups
                     .wait(&name.to_string(), until.saturating_since(clock.now()), clock, mark)
                     .await?;
-                // `Op::Write`, although this only reads: with `min_replicas`, replicas have to confirm the result,
-                // because the caller relies on it.
+                // This read is an `Op::Write`: with `min_replicas`, replicas have to confirm the result, because the
+                // caller relies on it.
                 let found = look_at(&access, name, Op::Write).await?.map(|stored| stored.found).transpose()?;
                 let goes_on = found.as_ref().is_some_and(|it| it.record.is_pending() && it.attempt() == attempt);
                 if !goes_on || clock.now() >= until {

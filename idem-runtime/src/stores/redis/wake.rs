@@ -76,15 +76,15 @@ struct Subscription {
 }
 
 impl Wakeups {
-    /// Makes the state of the waiters of one runtime, which publications on `channel` wake. Without a `source` of
-    /// publications, waiters poll.
+    /// Creates the wake-ups of one runtime: a publication on `channel` wakes its waiters. Without a `source` of
+    /// publications, the waiters poll.
     pub(super) fn new(source: Option<PublicationSource>, channel: &str) -> Self {
         let (waiting, subscription) = (Arc::default(), OnceLock::new());
         Self { source, channel: channel.to_owned(), waiting, subscription }
     }
 
-    /// Waits until `key` is published, but no longer than `at_most` or the polling interval. `mark` marks the record
-    /// and returns whether there is an attempt to wait for. `mark` runs after the subscription, so that the publication
+    /// Waits until `key` is published, `at_most` is over, or the polling interval is over. `mark` marks the record and
+    /// returns whether there is an attempt to wait for. `mark` runs after the subscription, so that the publication
     /// can't be missed.
     pub(super) async fn wait(
         &self,

@@ -79,8 +79,8 @@ pub(super) fn deliver_decided(replies: &Replies, entries: &[WriteEntry], decided
         Ok(parts) => parts,
         Err(failure) => return replies.refuse(entries.iter().map(|entry| entry.slot), &failure),
     };
-    // The script answers with one letter for each completion. The letter `E` means an error of the server, whose text
-    // is the second element of the answer.
+    // The script answers with one letter for each completion. The letter `E` means that the server returned an error
+    // for this completion. The text of the error is the second element of the answer.
     let (letters, error) = match value {
         // The script for one key answers with a number.
         Value::Int(_) if entries.len() == 1 => {

@@ -1,5 +1,5 @@
-//! Exchanges with one server over one connection. If replicas have to confirm writes, each exchange ends with a write
-//! that changes nothing and a `WAIT`, on the same connection.
+//! Exchanges with one server over one connection. If replicas have to confirm writes, each exchange ends with two more
+//! commands on the same connection: a write that changes nothing, and `WAIT`.
 
 use std::sync::Arc;
 

@@ -17,12 +17,13 @@
 //! - A completion is `SET … IFEQ` with the bytes that the reservation wrote, if the server supports that option and the
 //!   caller has the bytes. If the bytes differ (a duplicate has marked the record, or another attempt holds it), a
 //!   script decides. Completions that need a script share one call for many keys.
-//! - While most reservations turn out to be replays, one `MGET` first looks up the keys of all gathered reservations,
-//!   which costs the server a tenth of the work of a reservation for each key. The absent keys are then reserved.
+//! - While most reservations turn out to be replays, one `MGET` first looks up the keys of all gathered reservations.
+//!   For each key, the look-up costs the server a tenth of the work of a reservation. The absent keys are then
+//!   reserved.
 //! - A batch is limited by the size of its requests, and by the size of its answers as estimated from the latest
 //!   answers.
-//! - If a caller drops its future before the operation is sent, the operation is not sent, unless it ends an attempt: a
-//!   lane still sends the end of an attempt.
+//! - If a caller drops its future before the operation is sent, the operation is not sent. The end of an attempt is an
+//!   exception: a lane still sends it.
 
 mod answer;
 mod exchange;

@@ -38,7 +38,7 @@ impl Future for OpFuture<'_> {
 pub(super) struct DelegatedOp<F: FnOnce()>(Option<F>);
 
 impl<F: FnOnce()> DelegatedOp<F> {
-    /// Calls `hand_over` unless the answer arrives.
+    /// Makes a guard that calls `hand_over` at its drop, unless [`done`](Self::done) is called before.
     pub(super) fn new(hand_over: F) -> Self {
         Self(Some(hand_over))
     }

@@ -9,7 +9,7 @@ use super::super::terms::ExchangeTerms;
 use super::super::write::{EncodedWrite, finish};
 use super::op_batch::{BatchEntry, OpBatch, WriteEntry};
 
-/// Largest number of keys in one script call. Limits the time for which the call blocks the server.
+/// Largest number of keys in one script call. This number limits the time for which the call blocks the server.
 const FINISHED_AT_ONCE: usize = 64;
 
 /// The first exchange of a batch: reservations, other commands, script calls, comparisons.

@@ -1,9 +1,9 @@
 //! Sends batches and lone operations, and reads their answers.
 //!
-//! A batch takes one exchange. A second exchange follows in three cases: it reserves the keys that the first
-//! exchange only looked up and found absent, repeats a script call with the script's source if the server has
-//! forgotten the script, and completes by script the records that have changed since their reservation. Large
-//! records are sent in separate exchanges.
+//! A batch takes one exchange, or a few. A second exchange reserves the keys that the first exchange only looked up and
+//! found absent, and repeats each call of a script that the server has forgotten, with the script's source. A further
+//! exchange finishes, by script, the records that have changed since their reservation. Large records are sent in
+//! separate exchanges.
 
 use std::ops::Range;
 
@@ -128,8 +128,7 @@ impl BatchSender {
             return Ok(());
         }
         let (batch, mut answers) = (&*batch, self.exchanges.many(&mut pipeline).await?);
-        // The answers are read in the order of the commands. Operations of any kind may be left for the second
-        // exchange.
+        // The answers are read in the order of the commands. Operations of each kind can be left for a later exchange.
         let (mut second, mut largest) = (SecondExchange::default(), None);
         if looks_up {
             second.reserves = self.read_look_up(batch, answers.next(), &mut largest);

@@ -181,7 +181,7 @@ impl Cluster {
         let (usable, mut rest) = first(tries).await;
         usable?;
         // One primary is usable. All other primaries have the time [`PATIENCE`] to report a misconfiguration. An
-        // unreachable primary is no error, because the store also tolerates one that fails later.
+        // unreachable primary is no error, because the store also tolerates a primary that becomes unreachable later.
         let prepared = race(all(&mut rest), self.terms.clock.sleep(PATIENCE)).await;
         let mut mistakes = prepared.into_iter().flatten().filter_map(Result::err);
         match mistakes.find(|error| error.kind() == StoreErrorKind::Misconfigured) {

@@ -1,6 +1,6 @@
 -- Marks that the body of a pending attempt begins, and renews its lease. KEYS: record. ARGV: owner token with the
--- attempt's number, ttl, lease and ttl together, in milliseconds. Does not mark an attempt whose lease has lapsed,
--- because the request came too late. Answers 1 marked, now or by an earlier copy of the request; 0 refused.
+-- attempt's number, ttl, lease and ttl together, in milliseconds. An attempt whose lease has lapsed is not marked: a
+-- late request must not mark a record. Answers 1 marked, now or by an earlier copy of the request; 0 refused.
 local record = redis.call('GETRANGE', KEYS[1], 0, 95)
 if string.sub(record, 1, 6) ~= 'idem\1P' or string.sub(record, 9, 28) ~= ARGV[1] then return 0 end
 local left, flags = redis.call('PTTL', KEYS[1]), string.byte(record, 7)
