@@ -19,7 +19,7 @@ pub(super) struct Database {
     sessions: Sessions,
     clock: Arc<dyn Clock>,
     timeout: Duration,
-    /// True if a connection is one session of the server, which keeps prepared statements.
+    /// True if a connection is one session of the server: such a session keeps prepared statements.
     prepares: bool,
     /// Permits for operations other than renewals; `None` if no connection has to stay free for renewals.
     spare: Option<Semaphore>,
@@ -139,8 +139,8 @@ pub(super) struct Ready<'a> {
 impl Ready<'_> {
     /// Returns the rows of the statement.
     ///
-    /// The future is ready when the server reports the end of the statement, which is after the commit. A row that
-    /// arrives earlier proves no commit.
+    /// The future is ready when the server reports the end of the statement. The server reports this end after the
+    /// commit. A row that arrives earlier proves no commit.
     pub(super) async fn query(self, params: &[&(dyn ToSql + Sync)], effect: Effect) -> Result<Vec<Row>, OpFailure> {
         let answer = match &self.prepared {
             Some(prepared) => self.bounded(effect, self.connection.query(prepared, params)).await,

@@ -83,8 +83,8 @@ impl OpFailure {
         }
     }
 
-    /// Converts an error of the server. Leaves out the `DETAIL` of the error, which may quote a result or an owner
-    /// token.
+    /// Converts an error of the server. Leaves out the `DETAIL` of the error, because the `DETAIL` may quote a result
+    /// or an owner token.
     fn refused(error: &DbError) -> Self {
         let code = error.code();
         let (kind, advice) = match code.code() {
@@ -161,7 +161,7 @@ pub(super) fn meaning(code: &str, message: &str) -> (StoreErrorKind, &'static st
         "57014" => (Unavailable, "the statement was cancelled, and nothing was written"),
         "57P03" => (Unavailable, "it is starting up or shutting down"),
         "XX001" | "XX002" => (Corrupt, "its data is damaged"),
-        // The server reports a value that is too large in this way.
+        // The server reports in this way that a value is too large.
         "XX000" if message.starts_with("invalid memory alloc request size") => (TooLarge, "the result is too large"),
         code => match code.get(..2).unwrap_or_default() {
             "08" | "57" => (Unconfirmed, "the connection broke before the answer came"),

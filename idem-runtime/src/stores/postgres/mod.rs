@@ -70,8 +70,8 @@ const LOOKS_AT_UNSEEN: u32 = 8;
 const HELD_BY_ANOTHER: Duration = Duration::from_millis(100);
 /// For each key, by its hash: number of calls in this process that found the key held by a transaction.
 static MEETINGS: TagCounts = TagCounts::new();
-/// Largest number of leases that one statement renews. Limits the time for which the statement locks their rows against
-/// attempts that finish.
+/// Largest number of leases that one statement renews. This number limits the time for which the statement locks the
+/// rows of the leases against attempts that finish.
 const RENEWED_AT_ONCE: usize = 500;
 /// Number of retries for a lease whose record is locked, within about 60 ms.
 const RENEWED_AGAIN: u32 = 6;
@@ -98,8 +98,8 @@ fn held_by_another(key: &Key, attempt: u32) -> Reservation {
 /// - *Clock*: the server's clock. A step of that clock, or a failover to a server whose clock differs, shifts leases
 ///   and retentions.
 /// - *Durability*: the server's settings decide. With `fsync` and `synchronous_commit` on (the server's default), a
-///   crash loses no acknowledged write; otherwise [`connect`](PostgresStore::connect) logs a warning. A failover to a
-///   standby that is not synchronous forgets the writes that had not reached the standby.
+///   crash loses no acknowledged write. If one of the two settings is off, [`connect`](PostgresStore::connect) logs a
+///   warning. A failover to a standby that is not synchronous forgets the writes that had not reached the standby.
 /// - *Limits*: keys up to [`Key::MAX_BYTES`], results up to `max_result_bytes`, and never more than 1 GB. Only
 ///   [`purge`](Store::purge) and [`purge_every`](PostgresOptions::purge_every) delete the rows of expired records.
 /// - *Cost*: two statements for a first run, one for a replay or a running attempt. Statements of concurrent tasks are
@@ -174,8 +174,8 @@ struct PostgresInner {
     purger: PerProcess<OnceLock<oneshot::Sender<()>>>,
 }
 
-/// The state that the two handles of a store (for calls, for upkeep) share. It belongs to no runtime, and a forked
-/// child uses its copy.
+/// The state that the two handles of a store (for calls, for upkeep) share. This state belongs to no runtime, and a
+/// forked child uses its copy.
 struct PostgresCore {
     context: Arc<StoreContext>,
     clock: Arc<dyn Clock>,
@@ -350,7 +350,8 @@ impl PostgresInner {
     }
 
     /// Sets the state of a pending record to `state`, by compare-and-set on owner token and attempt number; for a
-    /// release, on the owner token only. Answers "applied" also if an earlier copy of this write has ended the record.
+    /// release, on the owner token only. The answer is "applied" even if an earlier copy of this write has already
+    /// ended the attempt.
     async fn end(&self, lease: &Lease, state: State, refund: i64) -> Result<Verdict, StoreError> {
         let record = Record::after(lease, state);
         for look in 0..LOOKS {
@@ -375,9 +376,9 @@ impl PostgresInner {
         Err(locked_or_changing(StoreErrorKind::Unavailable))
     }
 
-    /// Renews the leases at the indexes `places`, and answers each lease. Answers "refused" for a lease that the
-    /// statement did not renew, unless another session had only locked its row. Returns the indexes of the leases with
-    /// locked rows.
+    /// Renews the leases at the indexes `places`. Answers "applied" for each renewed lease, and "refused" for each
+    /// lease that its attempt no longer holds. Returns the indexes of the other leases, whose rows another session had
+    /// locked.
     async fn renew_some(
         &self,
         leases: &[Lease],
@@ -634,7 +635,8 @@ impl Store for PostgresInner {
         StoreFuture::new(async move { Ok(self.purge_batch(batch).await?.0) })
     }
 
-    /// Runs one statement, which reads the rows in the order of their keys.
+    /// Runs one statement, which reads the rows in the order of their keys, and one more statement for each damaged
+    /// row.
     fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page> {
         StoreFuture::new(async move {
             let here = self.here()?;

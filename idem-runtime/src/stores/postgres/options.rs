@@ -73,7 +73,7 @@ impl Default for PostgresOptions {
 
 impl PostgresOptions {
     /// Schema that holds the table (default: `idem`). Applications that share a database but must not share operations
-    /// need different schemas. At most 58 bytes.
+    /// need different schemas. The name has at most 58 bytes.
     #[must_use]
     pub fn schema(self, schema: impl Into<String>) -> Self {
         Self { schema: schema.into(), ..self }
@@ -89,16 +89,16 @@ impl PostgresOptions {
         Self { namespace: namespace.into(), ..self }
     }
 
-    /// Name of this handle in its records, next to host and process (default: none). Shows who holds a key; see
-    /// [`Holder`](crate::store::Holder).
+    /// Name of this handle in its records, next to host and process (default: none). The name shows who holds a key;
+    /// see [`Holder`](crate::store::Holder).
     #[must_use]
     pub fn holder(self, name: impl Into<String>) -> Self {
         Self { holder: name.into(), ..self }
     }
 
-    /// Creates the schema and the table if they are missing; any number of processes may do so simultaneously. The
-    /// login then needs the right to create a schema. Without this option, the schema and the table must exist: see
-    /// [`PostgresStore::schema_sql`].
+    /// Creates the schema and the table if they are missing. Any number of processes may use this option
+    /// simultaneously. The login then needs the right to create a schema. Without this option, the schema and the table
+    /// must exist: see [`PostgresStore::schema_sql`].
     #[must_use]
     pub fn ensure_schema(self) -> Self {
         Self { ensure_schema: true, ..self }

@@ -1,4 +1,5 @@
-//! Parameters that no log shows, and the effect of a statement.
+//! Parameters whose values no log shows ([`HiddenParam`]), and the [`Effect`]s of statements. The effect of a statement
+//! decides the time limit of its exchange.
 
 use std::fmt;
 use std::time::Duration;

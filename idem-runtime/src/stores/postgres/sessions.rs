@@ -271,7 +271,7 @@ impl Sessions {
     }
 }
 
-/// A connection in use by one exchange, which becomes idle again afterwards.
+/// A connection that one exchange uses, and that becomes idle again afterwards.
 pub(super) struct TakenSession<'a>(SessionKind<'a>);
 
 enum SessionKind<'a> {
@@ -369,8 +369,8 @@ where
     Ok((client, task.abort_handle()))
 }
 
-/// Returns whether the bytes of an unencrypted connection can be metered: only if hosts are configured, and all of them
-/// are TCP hosts, none a Unix socket.
+/// Returns whether the bytes of an unencrypted connection can be metered: at least one host is configured, and each
+/// host is a TCP host, not a Unix socket.
 fn is_metered(config: &Config) -> bool {
     !config.get_hosts().is_empty() && config.get_hosts().iter().all(|host| matches!(host, Host::Tcp(_)))
 }

@@ -5,8 +5,9 @@
 //! is the start of the transaction: a lease that lapsed later would still seem to hold, and could not be taken over.
 //!
 //! Every statement treats an expired record as absent, whether or not it was purged. No statement writes to a row of
-//! another format. No statement waits for a row that another session has locked, nor for a record that a user's
-//! transaction has not committed yet: the statement skips such a key, and its answer shows that the key was skipped.
+//! another format. Except for `hold`, no statement waits for a row that another session has locked, nor for a record
+//! that a user's transaction has not committed yet: the statement skips such a key, and its answer shows that the key
+//! was skipped.
 
 use std::error::Error;
 use std::time::Duration;
@@ -84,8 +85,9 @@ pub(super) fn ddl(schema: &str, partitions: u16) -> String {
 /// Returns the statements of [`ddl`], safe to run from many processes simultaneously. All statements are one text, so
 /// that the server runs them in one transaction.
 pub(super) fn ensure(schema: &str, partitions: u16) -> String {
-    // `IF NOT EXISTS` alone does not suffice: of two processes that check at the same time, both create, and one fails.
-    // The lock makes these processes wait for each other, without the time limit of the statements about records.
+    // `IF NOT EXISTS` alone does not suffice: if two processes check at the same time, both try to create the table,
+    // and one of them fails. The lock makes these processes wait for each other, without the time limit of the
+    // statements about records.
     format!(
         "BEGIN; SET LOCAL lock_timeout = 0; SELECT pg_advisory_xact_lock(7161677463105041); {} COMMIT;",
         ddl(schema, partitions)
@@ -147,7 +149,7 @@ pub(super) struct Statements {
     /// Works like `reserve` inside the user's transaction, unless another transaction holds the key. The statement
     /// always returns one row; see [`WithinAnswer`]. Parameters: [`RESERVE`].
     pub(super) reserve_within: Statement,
-    /// Replaces a record by the record of a new attempt, if the record is unchanged since it was read.
+    /// Replaces a record by the record of a new attempt, if the replaced record is unchanged since it was read.
     pub(super) replace: Statement,
     /// Ends an attempt. Parameters: [`END`].
     pub(super) end: Statement,
@@ -158,8 +160,8 @@ pub(super) struct Statements {
     pub(super) renew: Statement,
     /// Renews leases, and notes that the bodies of the attempts begin. Parameters: as for `renew`.
     pub(super) begin: Statement,
-    /// Returns the indexes of leases that were not renewed only because their row was locked. Parameters:
-    /// as for `renew`.
+    /// Returns the indexes of the leases that their attempts still hold. If such a lease was not renewed, another
+    /// session had locked its row. Parameters: as for `renew`.
     pub(super) held: Statement,
     /// Marks the row as awaited, so that the end of the attempt is published. Returns whether the attempt is pending,
     /// and whether the row is marked. Parameters: `key`, `attempt`.
@@ -390,8 +392,8 @@ impl Statements {
             lock_number("$1"),
             make("(VALUES ($1, $2, $3, $4, $5, $6, $7, $8))", "(SELECT is_held FROM held)"),
         );
-        // A new attempt replaces a record that has expired, or that is unchanged since it was read and whose lease has
-        // lapsed or whose attempt has ended.
+        // A new attempt replaces a record that is unchanged since it was read, in three cases: the record has expired,
+        // its lease has lapsed, or its attempt has ended.
         let replace = format!(
             "UPDATE {table} AS r SET owner = $2, fingerprint = $3, on_crash_fail = $4, lease_ms = $5, ttl_ms = $6, \
              attempt = $7, attempts_used = $8, state = 'pending', begun = false, codec = NULL, result = NULL, result_bytes = NULL, \
@@ -416,7 +418,8 @@ impl Statements {
             ms("r.lease_ms"),
             ms("r.lease_ms + r.ttl_ms"),
         );
-        // If the lease has lapsed when the request arrives, the statement does not write that the body begins.
+        // The statement marks a record only while its lease is live, or again if the record is already marked: a late
+        // request must not mark a record.
         let begin = format!(
             "UPDATE {table} AS r SET begun = true, lapses_at = greatest(r.lapses_at, {now} + {}), \
              expires_at = greatest(r.expires_at, {now} + {}) FROM {asked} \
@@ -831,7 +834,7 @@ impl FoundRow {
         Inspection::new(self.record, expires_in, lapses_in).since(first_seen, Some(began))
     }
 
-    /// Makes the row that a reservation has just written, as the other requests for its key in the same batch find the
+    /// Makes the row that a reservation has just written. The other requests for the same key in its batch find this
     /// row.
     pub(super) fn made(record: Record, lease: Duration) -> Self {
         let (lapses_at, expires_at) = (Micros(millis(lease).saturating_mul(1000).max(1)), Micros(i64::MAX));

@@ -89,7 +89,7 @@ impl Wakeups {
         self.listener.is_some()
     }
 
-    /// Waits until a notification names `key`, but no longer than `at_most` or the polling interval. `mark` marks the
+    /// Waits until a notification names `key`, `at_most` is over, or the polling interval is over. `mark` marks the
     /// row. `mark` runs only after the store listens, so that no notification can be missed.
     pub(super) async fn wait(
         &self,

@@ -1,5 +1,5 @@
-//! Transactions of `sqlx`. The statements are the same for all drivers; parameters and rows are passed in the binary
-//! format of the protocol.
+//! Transactions of `sqlx`, compiled once for each supported release of the driver. The statements are the same for all
+//! drivers; parameters and rows are passed in the binary format of the protocol.
 
 use std::fmt;
 use std::pin::Pin;
@@ -26,7 +26,7 @@ use crate::store::transaction::{DriverTransaction, Sealed};
 /// transaction would wait for itself forever.
 const LOCK_LIMIT: Duration = Duration::from_secs(30);
 
-/// A transaction of `sqlx`; see [`PostgresStore::within`](super::PostgresStore::within).
+/// A transaction of `sqlx`, which the user shares with the library.
 #[derive(Clone, Copy)]
 pub struct InSqlx<'a, 'c> {
     transaction: &'a Mutex<sqlx::Transaction<'c, Postgres>>,

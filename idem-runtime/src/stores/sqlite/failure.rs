@@ -67,8 +67,8 @@ pub(super) fn not_written(error: &rusqlite::Error) -> StoreError {
 /// Converts `error`, the answer to a commit.
 pub(super) fn not_committed(error: &rusqlite::Error) -> StoreError {
     match code(error) {
-        // Nothing was committed: a commit needs the lock, and space for the last frame of the transaction, which makes
-        // its other frames valid.
+        // Nothing was committed: a commit needs the lock, and space for the last frame of the transaction. Without this
+        // last frame, the other frames are not valid.
         Some(ErrorCode::DatabaseBusy | ErrorCode::DatabaseLocked | ErrorCode::DiskFull) => not_written(error),
         _ => StoreError::new(
             StoreErrorKind::Unconfirmed,

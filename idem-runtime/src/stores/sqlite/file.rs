@@ -18,16 +18,16 @@ use crate::record::Finish;
 use crate::store::StoreError;
 
 /// First pause between two tries to get a lock that another connection holds; the pause doubles up to
-/// [`LONGEST_PAUSE`]. Every pause is shorter than `TURN`, for which the upkeep thread leaves the lock free between two
-/// transactions.
+/// [`LONGEST_PAUSE`]. Every pause is shorter than `TURN`, the time for which the upkeep thread leaves the lock free
+/// between two transactions.
 const FIRST_PAUSE: Duration = Duration::from_micros(100);
 const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 /// Size of a file without records, in bytes: the pages of the schema, of the table and of its indexes.
 const EMPTY_FILE: u64 = 4 * 4096;
 /// Number of pages that are reserved for clean-up, in a file with a size limit.
 const RESERVED_PAGES: i64 = 8;
-/// Number of pages in the WAL from which a renewal or a late write copies the WAL into the file. Other writes copy the
-/// WAL from 1000 pages on, so a renewal pays for the copy only if there are no other writes.
+/// Number of pages in the WAL at which a renewal or a late write copies the WAL into the file. Other writes copy the
+/// WAL already at 1000 pages, so a renewal pays for the copy only if there are no other writes.
 const UPKEEP_CHECKPOINT: u32 = 4000;
 /// Number of prepared statements that a connection keeps.
 const STATEMENTS: usize = 32;
@@ -308,7 +308,7 @@ fn gone(path: &Path, error: &io::Error) -> StoreError {
 }
 
 /// Returns whether this process has mapped a removed file called `index`, as far as the operating system shows. SQLite
-/// maps the index of a file into memory for every connection, also for connections that this store did not open.
+/// maps the index of a file into memory for every connection, including connections that this store did not open.
 fn uses_removed(index: &Path) -> bool {
     let removed = format!("{} (deleted)", index.display()).replace('\n', "\\012");
     let maps = std::fs::read("/proc/self/maps").unwrap_or_default();
@@ -335,8 +335,8 @@ impl FileAtPath {
     }
 }
 
-/// A path as the system calls take it. Each transaction checks three files twice, and a `Path` would be copied and
-/// converted at each check.
+/// A path in the form that system calls take. Each transaction checks three files twice, and a `Path` would be copied
+/// and converted at each check.
 #[cfg(any(target_os = "linux", target_os = "android"))]
 #[derive(Clone)]
 struct NativePath(std::ffi::CString);

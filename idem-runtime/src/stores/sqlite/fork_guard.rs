@@ -126,7 +126,7 @@ impl Link {
     }
 
     /// Closes the connection. Connections are closed one at a time: the last connection of a process cleans up the
-    /// file, and of two connections that are closed at the same time, neither would be the last.
+    /// file, and if two connections were closed at the same time, neither would be the last.
     pub(super) fn close(&self) {
         let _one_at_a_time = closing();
         if let Some(connected) = self.lock().take() {

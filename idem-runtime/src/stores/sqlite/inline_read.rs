@@ -28,8 +28,8 @@ const SLOW: Duration = Duration::from_micros(200);
 const SHARE: u32 = 20;
 /// Largest debt of slow reads ([`Pace::debt`]) with which lone callers still read.
 const GRACE: Duration = Duration::from_millis(5);
-/// Longest time that one slow read adds to the debt, unless the read before it was slow, too: a pause of the thread,
-/// which the system did not schedule, only looks like a slow disk.
+/// Longest time that one slow read adds to the debt, unless the read before it was also slow: if the system paused the
+/// thread during a single read, the disk only seems slow.
 const ALONE: Duration = Duration::from_micros(500);
 /// Debt after a failure to open the connection. The next try to open the connection follows when the debt has fallen to
 /// [`GRACE`], about one second later.
@@ -106,7 +106,7 @@ impl InlineReader {
         }
     }
 
-    /// Closes the connection. The reader thread calls this function at its end.
+    /// Closes the connection. The reader thread calls this function when the thread ends.
     pub(super) fn close(&self) {
         self.usable.store(false, Ordering::Release);
         self.link.close();

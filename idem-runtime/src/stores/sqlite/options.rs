@@ -37,8 +37,8 @@ pub struct SqliteOptions {
 }
 
 impl SqliteOptions {
-    /// Table that holds the records (default: `idem_records`). Letters, digits and `_`. Applications that share a file
-    /// but must not share operations need different tables.
+    /// Table that holds the records (default: `idem_records`). The name consists of letters, digits and `_`.
+    /// Applications that share a file but must not share operations need different tables.
     #[must_use]
     pub fn table(self, table: impl Into<String>) -> Self {
         Self { settings: SqliteSettings { table: table.into(), ..self.settings }, ..self }
@@ -54,8 +54,8 @@ impl SqliteOptions {
         Self { settings: SqliteSettings { namespace: namespace.into(), ..self.settings }, ..self }
     }
 
-    /// Name of this handle in its records, next to host and process (default: none). Shows who holds a key; see
-    /// [`Holder`](crate::store::Holder).
+    /// Name of this handle in its records, next to host and process (default: none). The name shows who holds a key;
+    /// see [`Holder`](crate::store::Holder).
     #[must_use]
     pub fn holder(self, name: impl Into<String>) -> Self {
         Self { settings: SqliteSettings { holder: name.into(), ..self.settings }, ..self }

@@ -59,8 +59,8 @@ const ANSWER: &str = "format, expires_at, state, owner, attempt, attempts_used, 
                       lapses_at, traceparent, began_at, begun, codec, result_bytes";
 /// Columns that every other look-up reads after the result, in this order.
 const REST: &str = "holder, decided_by, decided_reason, first_seen_at";
-/// Index of the result. The next constants are the indexes of the columns in [`REST`], of the size of a result that a
-/// list leaves out, and of the key in a list.
+/// Index of the result. The next three constants are the indexes of the first column in [`REST`], of the size of a
+/// result that a list leaves out, and of the key in a list.
 const RESULT_AT: usize = 16;
 const REST_AT: usize = 17;
 const SIZE_AT: usize = 21;
@@ -156,7 +156,9 @@ pub(super) fn ddl(name: &str) -> String {
     let name = name.replace('"', "\"\"");
     // Times are milliseconds since 1970. The result may be long, so it comes after the columns that waiting duplicates
     // and clean-up read. `listed_at` is the time at which clean-up visits the row next; a completion does not change
-    // it, and so changes no index. No decision depends on the columns from `first_seen_at` to `decided_reason`.
+    // `listed_at`, and changes no index except under `on_crash = fail`. `on_crash_fail` is also set in an interrupted
+    // record: the index of undecided records holds such records, too. No decision depends on the columns from
+    // `first_seen_at` to `decided_reason`.
     format!(
         r#"CREATE TABLE IF NOT EXISTS "{name}" (
     key           TEXT    NOT NULL PRIMARY KEY,
@@ -254,7 +256,7 @@ impl Sql {
             Self::AnswerSmall => format!(
                 r#"SELECT {ANSWER}, result FROM "{table}" WHERE key = ?1 AND ifnull(length(result), 0) <= {SMALL_RESULT}"#
             ),
-            // Without `LIMIT`: SQLite would prepare the statement anew for each value of the limit.
+            // No `LIMIT` is used: SQLite would prepare the statement anew for each value of the limit.
             Self::List => format!(
                 r#"SELECT {ANSWER}, NULL, {REST}, length(result), key FROM "{table}" WHERE key > ?1 AND key < ?2 ORDER BY key"#
             ),
@@ -267,7 +269,8 @@ impl Sql {
                 r#"UPDATE "{table}" SET state = ?4, attempts_used = max(attempts_used - ?6, 0), on_crash_fail = 0, begun = 0,
                 lease_ms = NULL, ttl_ms = NULL, lapses_at = NULL, expires_at = ?5 WHERE {owned}"#
             ),
-            // If the lease has lapsed when the request arrives, the statement does not write that the body begins.
+            // The statement marks a record only while its lease is live, or again if the record is already marked: a
+            // late request must not mark a record.
             Self::Begin => format!(
                 r#"UPDATE "{table}" SET begun = 1, lapses_at = max(lapses_at, ?5), expires_at = max(expires_at, ?6)
                 WHERE {held} AND (begun OR lapses_at > ?3)"#
@@ -283,7 +286,7 @@ impl Sql {
             ),
             Self::Forget => format!(r#"DELETE FROM "{table}" WHERE key = ?1"#),
             Self::Due => {
-                // Without `LIMIT`: SQLite would prepare the statement anew for each value of the limit.
+                // No `LIMIT` is used: SQLite would prepare the statement anew for each value of the limit.
                 format!(r#"SELECT key FROM "{table}" WHERE listed_at <= ?1 ORDER BY listed_at"#)
             }
             Self::Delete => format!(r#"DELETE FROM "{table}" WHERE key = ?1 AND format = 1 AND expires_at <= ?2"#),
@@ -409,7 +412,7 @@ impl<'c> Table<'c> {
         Ok(slot.as_mut().expect("was just filled"))
     }
 
-    /// Returns whether another owner's lease on the key has lapsed at `now`, but still held at `since`.
+    /// Returns whether another owner's lease on the key has lapsed by `now`, but was still live at `since`.
     pub(super) fn is_spared(&mut self, request: &ReserveRequest, since: i64, now: i64) -> Result<bool, Trouble> {
         let found = self.find(&request.key, now)?.filter(|found| found.record.owner != request.owner);
         Ok(found.is_some_and(|found| {
@@ -641,7 +644,7 @@ impl<'c> Table<'c> {
         Ok(page)
     }
 
-    /// Checks that the table can be read.
+    /// Checks that the table has its columns, and can be read.
     pub(super) fn ping(&mut self) -> Result<(), Trouble> {
         self.sql(Sql::Ping)?.exists([])?;
         Ok(())

@@ -23,7 +23,7 @@ use crate::sync::{PerProcess, SharedOnce};
 
 /// A store in a SQLite file, which the processes of one host share.
 ///
-/// - *Atomicity*: SQLite's transactions. A reservation decides under the lock of the file.
+/// - *Atomicity*: SQLite's transactions. Each reservation is decided under the lock of the file.
 /// - *Clock*: the host's wall clock, which all processes of the host share, read under that lock. A step forward of
 ///   this clock ends leases and retentions earlier by the step, and a step back ends them later: let the clock be
 ///   slewed, not stepped. A renewal never shortens a confirmed lease.
@@ -35,10 +35,10 @@ use crate::sync::{PerProcess, SharedOnce};
 ///   [`StoreErrorKind::TooLarge`]. A full disk, or [`max_bytes`](super::SqliteOptions::max_bytes), is
 ///   [`StoreErrorKind::Full`]. New records, and [`purge`](SqliteStore::purge), remove expired records. SQLite reuses
 ///   the space of removed records, but the file never shrinks.
-/// - *Cost*: two commits for a first run, which concurrent calls share; one look-up for a replay. A heartbeat of up to
-///   about a thousand leases is one transaction. A larger heartbeat takes several transactions of about 8 ms, between
-///   which other writers get the lock. A completion in the same process wakes a waiting duplicate immediately; a
-///   completion in another process wakes it within about 5 ms.
+/// - *Cost*: two commits for a first run, and one look-up for a replay. Concurrent calls share commits. A heartbeat of
+///   up to about a thousand leases is one transaction. A larger heartbeat takes several transactions of about 8 ms,
+///   between which other writers get the lock. A completion in the same process wakes a waiting duplicate immediately;
+///   a completion in another process wakes it within about 5 ms.
 ///
 /// The records are in one table, `idem_records`, which may stand next to tables of the application. The store puts the
 /// file in WAL mode, and the file stays in that mode. Removing or replacing the file while it is open makes every call
@@ -58,10 +58,11 @@ use crate::sync::{PerProcess, SharedOnce};
 /// with your own rows, use [`within`](SqliteStore::within).
 ///
 /// **`fork`.** A child starts its own threads and connections when it first uses a store; the parent's stores are not
-/// affected. The child first closes the connections of the stores that it has inherited. The child can do so only if no
-/// call, no renewal and no late write was under way at the fork ([`flush`](crate::StoreExt::flush) first). Otherwise
-/// every call in the child is [`StoreErrorKind::Misconfigured`]: SQLite's list of its locks is wrong in the child, and
-/// writes would be lost. A store can't see your own connections to the file: close them before you fork.
+/// affected. The child first closes the connections of the stores that it has inherited. The child can close them only
+/// if no call, no renewal and no late write was under way at the fork (call [`flush`](crate::StoreExt::flush) before
+/// the fork). Otherwise every call in the child is [`StoreErrorKind::Misconfigured`]: SQLite's list of its locks is
+/// wrong in the child, and writes would be lost. A store can't see your own connections to the file: close them before
+/// you fork.
 ///
 /// ```
 /// # async fn open(folder: &std::path::Path) -> Result<(), idem_runtime::StoreError> {

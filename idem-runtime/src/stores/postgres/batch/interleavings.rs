@@ -189,8 +189,8 @@ fn large_operations_leave_connections_to_other_operations() {
                 thread::spawn(move || block_on(call(&lanes, &format!("large-{of}"))))
             })
             .collect();
-        // The gate of the server is shut, so the operations that were sent stay in flight: no more than half of the
-        // connections.
+        // The gate of the server is shut, so every large operation that was sent stays in flight and keeps its
+        // connection. These operations take no more than half of the connections.
         block_on(server.exchanges(ROOM_FOR_LARGE + 1));
         let small = Arc::clone(&lanes);
         let small = thread::spawn(move || block_on(call(&small, "small")));
@@ -207,8 +207,8 @@ fn large_operations_leave_connections_to_other_operations() {
 /// for large operations. Returns the number of dropped operations that are sent.
 fn sent_without_a_caller<const OUTLIVES: bool>(kind: &'static str) -> usize {
     let (lanes, server) = open::<OUTLIVES>(None);
-    // The server blocks one operation that its caller drives, and one operation for each lane, or as many large
-    // operations.
+    // The server blocks one operation that its caller drives, and one operation for each lane; if `kind` is `large-`,
+    // it blocks the same number of large operations.
     let mut threads = Vec::new();
     for of in 0..=Echo::<OUTLIVES>::LANES {
         let held = Arc::clone(&lanes);

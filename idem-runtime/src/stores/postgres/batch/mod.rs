@@ -35,8 +35,8 @@ pub(super) mod operations;
 const BATCH: usize = 128;
 /// Size in bytes above which a batch takes no more operations.
 const BATCH_BYTES: usize = 256 * 1024;
-/// Number of operations on locked records that may be sent alone simultaneously. Such an operation may occupy a
-/// connection while it waits for the lock.
+/// Largest number of operations on locked records in flight, each in a statement without other operations. Such an
+/// operation may occupy a connection while it waits for the lock.
 const ALONE: usize = 2;
 /// Size in bytes above which an operation is sent alone. The server compresses a result that does not fit into a page,
 /// and the compression takes longer than all other work on the row.

@@ -13,8 +13,8 @@
 //!   same handle lets the upkeep thread go first. The renewal of many leases takes several short transactions; between
 //!   two of them the upkeep thread leaves the lock to other writers.
 //!
-//! An operation whose caller is gone is not run, unless the operation ends an attempt. A transaction ends after some
-//! time, or after some bytes of requests or answers; the next transaction takes the remaining operations.
+//! An operation whose caller is gone is not run, unless the operation ends an attempt. The time of a transaction is
+//! limited, as are the bytes of its requests and answers; the next transaction takes the remaining operations.
 
 mod late_joiners;
 pub(super) mod queue;
@@ -75,7 +75,7 @@ pub(super) struct Core {
     reads: Queue,
     upkeep: Queue,
     numbers: AtomicU64,
-    /// Share of replays among recent reservations. A reservation whose answer changed nothing is counted as a replay.
+    /// Share of replays among recent reservations. A reservation that changed nothing is counted as a replay.
     replays: Replays,
     inline: InlineReader,
 }

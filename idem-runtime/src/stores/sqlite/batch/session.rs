@@ -17,7 +17,7 @@ use crate::store::{StoreError, StoreErrorKind};
 
 /// Longest duration of a transaction before its commit: all other writers wait for the lock meanwhile.
 const LONGEST_TRANSACTION: Duration = Duration::from_millis(50);
-/// Longest duration of a transaction of renewals and late writes, before its commit. Shorter than
+/// Longest duration of a transaction of renewals and late writes, before its commit. This limit is shorter than
 /// [`LONGEST_TRANSACTION`], because renewing the leases of thousands of handlers takes many such transactions in a row,
 /// between which other writers need the lock. The commit adds the time to write about 2 MB of pages.
 const LONGEST_UPKEEP: Duration = Duration::from_millis(8);
