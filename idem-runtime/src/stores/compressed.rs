@@ -23,11 +23,11 @@ const CODEC: CodecName = CodecName::new(b"idem:zstd").expect("a valid name");
 
 /// A wrapper around any store that compresses large results with zstd.
 ///
-/// A result of more than [`above`](CompressedOptions::above) bytes is compressed; the smaller form is stored. If a
-/// result can't be decompressed, or would exceed [`max_bytes`](CompressedOptions::max_bytes), duplicates get the error
-/// of an unavailable result ([`StoredResult::Unreadable`]). The operation is still finished, and never runs again. All
-/// consumers of one store need the wrapper: a consumer without the wrapper gets an error that names the codec
-/// `idem:zstd`. Results that are not compressed are written unchanged, so the wrapper can be added at any time.
+/// A result of more than [`above`](CompressedOptions::above) bytes is compressed, and the smaller of the two forms is
+/// stored. If a result can't be decompressed, or would exceed [`max_bytes`](CompressedOptions::max_bytes), duplicates
+/// get the error of an unavailable result ([`StoredResult::Unreadable`]). The operation is still finished, and never
+/// runs again. All consumers of one store need the wrapper: a consumer without the wrapper gets an error that names the
+/// codec `idem:zstd`. Results that are not compressed are written unchanged, so the wrapper can be added at any time.
 ///
 /// - *Atomicity*, *Clock*, *Durability*: as in the inner store.
 /// - *Limits*: as in the inner store, for the compressed result.

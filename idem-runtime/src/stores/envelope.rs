@@ -24,8 +24,8 @@ const VERSION: u8 = 1;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub(crate) enum Form {
-    /// The unchanged result, in an envelope. Needed if the result has the codec name of the envelope (from a nested
-    /// wrapper, for example): a reader would take such a result for an envelope.
+    /// The unchanged result, in an envelope. This form is needed if the result has the codec name of the envelope (from
+    /// a nested wrapper, for example): a reader would take such a result for an envelope.
     AsItWas = 0,
     #[cfg(feature = "compressed")]
     Zstd = 1,

@@ -48,9 +48,10 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// store lets the operation run again.
 ///
 /// **The object store removes the objects.** Give the prefix a lifecycle rule that removes objects some time after the
-/// longest `ttl`, never sooner: an object and its record are about equally old. This wrapper removes only the object of
-/// an attempt that lost its lease. The lifecycle rule also removes the object of an attempt that dies between the
-/// upload of its object and the write of its record, and the object of a result that an operator discards.
+/// longest `ttl`, never sooner: an object and its record are about equally old. This wrapper removes an object only if
+/// its attempt has lost the lease, or if the inner store can't hold the record. The lifecycle rule also removes the
+/// object of an attempt that dies between the upload of its object and the write of its record, and the object of a
+/// result that an operator discards.
 ///
 /// Objects are named `<prefix>/<hash of the key>/<hash of the attempt and of the result>`. Two stores may share a
 /// prefix. All consumers of one store need the wrapper: a consumer without the wrapper gets an error that names the
@@ -302,8 +303,9 @@ impl OffloadedInner {
             };
         }
         let digest: [u8; DIGEST_BYTES] = Sha256::digest(bytes).into();
-        // A repetition of the decision uses the same path, so that it writes the same object. After a refusal, the
-        // lifecycle rule removes the object: an earlier copy of the decision may refer to it.
+        // A repetition of the decision uses the same path, so that it writes the same object. If the decision is
+        // refused, the object stays until the lifecycle rule removes it: a record that an earlier copy of the decision
+        // wrote may refer to the object.
         let path = self.path(&decision.key, &decision.seen.attempt().to_be_bytes(), &digest);
         self.upload(self.options.timeout, &path, bytes).await.map_err(|failure| {
             let message = format!("nothing was decided: the result can't be kept: {}", failure.reason());

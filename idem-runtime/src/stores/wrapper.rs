@@ -5,9 +5,9 @@ use std::sync::{Arc, Weak};
 use crate::store::Store;
 use crate::sync::SharedOnce;
 
-/// Returns the upkeep handle of a wrapper, which renews leases and makes late writes: another wrapper of the same type
-/// around the upkeep handle of the inner store, made at first use. If the inner store has no separate upkeep handle,
-/// the wrapper returns its own handle.
+/// Returns the upkeep handle of a wrapper, through which the library renews leases and makes late writes. The upkeep
+/// handle is another wrapper of the same type, around the upkeep handle of the inner store, and is made at its first
+/// use. If the inner store has no separate upkeep handle, the wrapper returns its own handle.
 pub(crate) fn upkeep<W: Store>(
     this: &Weak<W>,
     inner: &Arc<dyn Store>,

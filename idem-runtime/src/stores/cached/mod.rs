@@ -27,7 +27,7 @@ use crate::sync::{Mutex, MutexGuard, PerProcess, SharedOnce, lock};
 /// Largest number of shards, a power of two. With more shards, a shard of a cache of the default size could hold no
 /// result of several megabytes. With fewer shards, threads would often wait for the same lock.
 const MOST_SHARDS: usize = 16;
-/// Smallest number of entries in a shard. [`LEAST_BYTES`] is the smallest size of a shard in bytes.
+/// Smallest limit of a shard, in entries, if a cache has several shards. [`LEAST_BYTES`] is the same limit in bytes.
 const LEAST_ENTRIES: usize = 64;
 const LEAST_BYTES: usize = 1024 * 1024;
 /// Approximate size of an entry in bytes, without its key and its result.
@@ -44,7 +44,7 @@ const NEVER: Instant = Instant::new(Duration::MAX);
 /// call to the store.
 ///
 /// The cache keeps only records that can't change: completed and failed records, but no pending, released or
-/// interrupted records. [`Record::admit`] decides on a hit, so the fingerprint is checked as without the cache. An
+/// interrupted records. On a hit, [`Record::admit`] decides, so the fingerprint is checked as without the cache. An
 /// entry lives no longer than the retention of its record, by the process's monotonic clock. A record that this process
 /// finished is cached immediately. A record that another process finished is cached at its second replay, which also
 /// reads the remaining time of the retention. The first two replays cost one call each, as they would without the
@@ -63,7 +63,7 @@ const NEVER: Instant = Instant::new(Duration::MAX);
 ///
 /// **Operators.** A [decision](Store::decide) through this cache, or through a [`peer`](Cached::peer), takes effect
 /// immediately. A decision in another process takes effect here within [`max_age`](CachedOptions::max_age); until then
-/// duplicates get the old result. Records that the server has lost are replayed for `max_age`, too.
+/// duplicates get the old result. Records that the server has lost are also replayed, for up to `max_age`.
 ///
 /// Around a store inside of the user's own transaction, the cache keeps no record, because a rollback would make the
 /// record wrong.
@@ -98,7 +98,7 @@ impl Cached {
         Self::open(store.handle(), Arc::clone(&self.0.cache))
     }
 
-    /// Number of cached records. Includes expired records until the next call for their key.
+    /// Number of cached records. An expired record is counted until the next call for its key.
     pub fn len(&self) -> usize {
         self.0.cache.shards().iter().map(|shard| lock(shard).ring.len()).sum()
     }
@@ -384,7 +384,7 @@ impl Cache {
         Ticket { cache: self, key, number, asked_at }
     }
 
-    /// Caches a record that was read with `left` of its retention.
+    /// Caches a record that was read when `left` of its retention remained.
     fn enter_read(&self, ticket: &Ticket<'_>, record: &Record, left: Duration, age: Option<Duration>) {
         self.enter(ticket, record, left, age, |_| true);
     }
@@ -563,7 +563,7 @@ impl CachedInner {
     }
 
     /// Waits for the answer to another duplicate. Unless that answer is a finished record, asks the store itself,
-    /// because the pending attempt may have ended, or the store may answer again.
+    /// because the attempt may have ended since, or the store may have recovered.
     async fn join(
         &self,
         request: &ReserveRequest,

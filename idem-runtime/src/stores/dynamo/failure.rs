@@ -11,8 +11,8 @@ use crate::store::{StoreError, StoreErrorKind};
 
 /// Returns the error of the store for `error`.
 ///
-/// `error` does not become the source of the store's error: it contains the whole answer with its headers, and thus
-/// possibly a payload.
+/// `error` contains the whole answer with its headers, and thus possibly a payload. So `error` does not become the
+/// source of the store's error.
 pub(super) fn failed<E: ProvideErrorMetadata + Error + 'static>(
     error: &SdkError<E, HttpResponse>,
     tries: &Tries,
@@ -72,8 +72,8 @@ pub(super) fn refused(error: &impl ProvideErrorMetadata, status: u16, tries: &Tr
         | "ValidationException" => Misconfigured,
         _ => Unconfirmed,
     };
-    // A try is open if the server failed during it. The last try was refused, but an earlier try that is open may have
-    // taken effect.
+    // A try is open if DynamoDB has not refused it. The last try was refused, but an earlier, open try may have taken
+    // effect.
     let kind = if tries.none_open() { kind } else { Unconfirmed };
     // Only the messages of these codes are shown: other messages may quote the request or its signature.
     let told = match code {

@@ -201,7 +201,7 @@ fn read_as(mut item: Attributes, reading: ReadExtent) -> Result<FoundItem, Forma
 }
 
 fn parts(item: &Attributes, format: i64, result: Option<Bytes>) -> Option<Parts<'_>> {
-    // An attribute of an unexpected type makes the item damaged; it is not treated as absent.
+    // An attribute of an unexpected type makes the item damaged: such an attribute is not treated as absent.
     let optional = |name: &str| match item.get(name) {
         None => Some(None),
         Some(number) => integer(number).map(Some),

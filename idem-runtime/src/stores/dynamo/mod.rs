@@ -69,20 +69,20 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// - *Limits*: an item has at most 400 KB, including all attributes. A result that does not fit is refused before it is
 ///   sent ([`StoreErrorKind::TooLarge`]), and the operation is recorded without its result. The TTL of the table
 ///   deletes records some days after their retention; until then the store treats expired records as absent.
-/// - *Cost*: two calls for a first run; one for a replay, for a duplicate of a running attempt, and for each lease and
-///   beat; three for a takeover and for another attempt after a release. A refused write costs as much capacity as a
-///   write of the present item. A duplicate that waits for another process reads the record after 50 ms, and then less
-///   and less often, down to once a second.
+/// - *Cost*: two calls for a first run; one for a replay, for a duplicate of a running attempt, and for each lease at
+///   each beat; three for a takeover and for another attempt after a release. A refused write costs as much capacity as
+///   a write of the present item. A ping takes three calls, of which two are refused writes. A duplicate that waits for
+///   another process reads the record after 50 ms, and then less and less often, down to once a second.
 ///
 /// The user's client decides on region, credentials, HTTPS and retries. The table has a partition key `key` (a string),
 /// no sort key, and the TTL attribute `purge_at`; [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) is a template of this
 /// table. The store needs the permissions `dynamodb:PutItem`, `dynamodb:UpdateItem` and `dynamodb:GetItem`. An operator
 /// needs `dynamodb:DeleteItem` to forget records, and `dynamodb:Scan` to list them. DynamoDB reveals a missing
-/// permission only to a request that uses it, and opening a store sends no request: `idem doctor` tries each operation
-/// on a key that no record has.
+/// permission only to a request that needs the permission, and opening a store sends no request: `idem doctor` tries
+/// each operation on a key that no record has.
 ///
-/// A list is a `Scan` with consistent reads, page by page. A list, and a count, reads every item of the table with its
-/// result, and DynamoDB bills all of them (a read unit for each 4 KB), even the items that the filter leaves out.
+/// A list is a `Scan` with consistent reads, page by page. A list or a count reads every item of the table with its
+/// result. DynamoDB bills all these items (a read unit for each 4 KB), even the items that the filter leaves out.
 ///
 /// Clones share the client, leases and waiting duplicates.
 ///
@@ -368,8 +368,8 @@ impl DynamoInner {
         Ok(answer::genuine(answer)?.item)
     }
 
-    /// Returns the item that made a conditional write fail. If the answer holds no item, reads the key again to make
-    /// sure.
+    /// Returns the item that made a conditional write fail. If the answer holds no item, reads the item, to be sure
+    /// that there is none.
     async fn met(&self, until: Instant, name: &str, met: Option<Attributes>) -> Result<Option<Attributes>, StoreError> {
         match met {
             Some(met) => Ok(Some(met)),
@@ -490,8 +490,8 @@ impl DynamoInner {
             .value("attempt", number(parts.attempt))
             .value("attempts_used", number(parts.attempts_used));
         match met.record.state {
-            // The condition includes the end of the lease, and whether the body has begun: if either has changed, the
-            // owner of the record still runs.
+            // The condition includes the end of the lease, and whether the body has begun: if one of these two has
+            // changed, the owner of the record still runs.
             State::Pending { .. } => (
                 "#owner = :owner AND #state = :state AND #attempt = :attempt AND #attempts_used = :attempts_used \
                  AND #begun = :begun AND #lapses_at = :lapses_at",
@@ -708,7 +708,7 @@ impl DynamoInner {
     }
 
     /// Ends an attempt with the result in `record`, by an update. An update keeps the time at which the key was first
-    /// seen, which the lease does not contain.
+    /// seen: the lease does not contain that time.
     async fn finish_in_place(
         &self,
         until: Instant,
@@ -787,7 +787,7 @@ impl DynamoInner {
         let state = release.state();
         let state_name = text(state.name());
         // The update does not set the attempt number, because a caller that never got the answer to its reservation
-        // does not know it.
+        // does not know that number.
         let times = Times::of(&Record::after(lease, state), lease.ttl, now, self.skew);
         let terms = self
             .owned_terms(lease, now)
@@ -1003,7 +1003,7 @@ impl Store for DynamoInner {
         StoreFuture::new(self.scan(filter))
     }
 
-    /// Reads a key that no record has.
+    /// Reads a key that no record has, and sends two conditional writes, which DynamoDB refuses.
     fn ping(&self) -> StoreFuture<'_, ()> {
         StoreFuture::new(async move {
             self.get(self.deadline(), &[&self.namespace, "ping"].concat(), &[KEY]).await?;

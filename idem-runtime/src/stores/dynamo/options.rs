@@ -66,8 +66,8 @@ impl DynamoOptions {
         Self { namespace: namespace.into(), ..self }
     }
 
-    /// Name of this handle in its records, next to host and process (default: none). Shows who holds a key; see
-    /// [`Holder`](crate::store::Holder).
+    /// Name of this handle in its records, next to host and process (default: none). The name shows who holds a key;
+    /// see [`Holder`](crate::store::Holder).
     #[must_use]
     pub fn holder(self, name: impl Into<String>) -> Self {
         Self { holder: name.into(), ..self }

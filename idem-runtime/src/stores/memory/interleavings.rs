@@ -1,4 +1,4 @@
-//! Tests of attempts for a few keys on several threads, in many orders of the threads.
+//! Tests of concurrent attempts for a few keys, under many interleavings of the threads.
 
 use std::sync::atomic::AtomicUsize as Count;
 

@@ -244,7 +244,7 @@ fn spread(hash: u32) -> u64 {
     u64::from(hash).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// Nanoseconds since the origin of the store's clock, or a span of time. Half as large as an [`Instant`].
+/// Nanoseconds since the origin of the store's clock, or a span of time. This type is half as large as an [`Instant`].
 type Nanos = u64;
 
 /// Longest span, 146 years. The present time plus two such spans still fits into [`Nanos`].

@@ -27,16 +27,16 @@ pub(super) struct Slot {
     attempt: u32,
     starts: u32,
     pub(super) expires_at: Nanos,
-    /// Position in the [`Order`]. Never later than `expires_at`, and often sooner: a renewal does not move the record
-    /// in the order.
+    /// Position in the [`Order`]. The position is never later than `expires_at`, and often earlier: a renewal does not
+    /// move the record in the order.
     pub(super) listed_at: Nanos,
     seen_at: Tick,
     began_at: Tick,
     body: Body,
 }
 
-/// A point in time to show to an operator, in units of 2^24 nanoseconds (17 ms). Half the size of a [`Nanos`]. Wraps
-/// around after two years, so only ages of less than two years are right.
+/// A point in time to show to an operator, in units of 2^24 nanoseconds (17 ms). A tick has half the size of a
+/// [`Nanos`], and wraps around after two years, so only ages of less than two years are right.
 #[derive(Clone, Copy)]
 struct Tick(u32);
 
@@ -182,8 +182,8 @@ impl Form {
         bytes.extend_from_slice(name);
         bytes.extend_from_slice(rest);
         let bytes = Bytes::from(bytes);
-        // The first clone of a `Bytes` allocates the state that all clones share. Cloned here, so that no replay
-        // allocates.
+        // The first clone of a `Bytes` allocates the state that all clones share. This clone makes that allocation now,
+        // so that no replay allocates.
         drop(bytes.clone());
         (Self(form), bytes)
     }
@@ -279,8 +279,8 @@ impl Slot {
         }
     }
 
-    /// Notes that the body of the pending attempt begins, and renews the lease, unless the lease has lapsed at `now`.
-    /// Returns whether the record is marked as begun.
+    /// Notes that the body of the pending attempt begins, and renews the lease, if the lease is live at `now` or the
+    /// record is already marked as begun. Returns whether the record is marked as begun.
     pub(super) fn mark_begun(&mut self, now: Nanos) -> bool {
         let live = !self.lapses_in(now).is_zero();
         let Body::Open { stage: Stage::Pending(pending), .. } = &mut self.body else { return false };
@@ -427,7 +427,7 @@ impl Stage {
 #[derive(Debug, Default)]
 pub(super) struct Slots {
     slab: Slab<Slot>,
-    /// Holder text of the store's own handles. Most provenances consist of it.
+    /// Holder text of the store's own handles. Most provenances consist of this text.
     own: Option<&'static str>,
     /// The provenance of each record, by the place of the record. Omits records without a provenance, and records whose
     /// provenance consists of `own` alone.
