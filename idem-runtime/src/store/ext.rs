@@ -41,7 +41,7 @@ pub trait StoreExt: Store {
         health::check(self)
     }
 
-    /// Returns the [`Operator`] of the store, by which a person decides about records.
+    /// Returns the [`Operator`] of the store, through which a person decides about records.
     fn operator(&self) -> Operator<'_, Self> {
         Operator::new(self)
     }

@@ -41,7 +41,7 @@ pub enum HealthProblem {
 }
 
 impl HealthProblem {
-    /// Returns the name of the problem for labels: `store`, `schema`, `heartbeat` or `beat_lag`.
+    /// Returns the name of the problem for labels: `store`, `schema`, `calls`, `heartbeat` or `beat_lag`.
     pub const fn axis(&self) -> &'static str {
         match self {
             Self::Unreachable(_) => "store",

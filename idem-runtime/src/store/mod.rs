@@ -56,23 +56,24 @@ use crate::sync::lock;
 ///   reservation on the record; the store applies that effect atomically.
 /// - **Compare-and-set.** [`begin`](Store::begin), [`renew`](Store::renew), [`finish`](Store::finish) and
 ///   [`release`](Store::release) change only a pending record, and only if the call presents the record's owner token.
-///   All these operations except `release` also compare the number of the attempt. A refusal is an answer
+///   `begin`, `renew` and `finish` also compare the number of the attempt. A refusal is an answer
 ///   ([`Verdict::Refused`]), not an error.
 /// - **Repeatable.** Every operation may be repeated with the same owner token. If the first call took effect although
 ///   its answer was lost, the store recognises that effect and answers the repetition like the first call.
 /// - **Retained.** A pending record is kept for its `ttl` after its lease lapses; a finished or released record is kept
-///   for `ttl` from that write. A store forgets no record earlier. A store treats an expired record as absent even if
-///   the record is still stored.
+///   for `ttl` from the write that ended its attempt. No store forgets a record before this retention ends. A store
+///   treats an expired record as absent even if the record is still stored.
 /// - **One clock.** The store measures leases and retentions by its own clock, and never compares the clocks of two
 ///   machines.
-/// - **Traceable.** A record keeps the [`Provenance`](crate::record::Provenance) that `admit`, `decide` and the lease
-///   give it. The store also records when the key was first seen and when the latest attempt began. No decision depends
-///   on this information.
+/// - **Traceable.** A record keeps the [`Provenance`](crate::record::Provenance) that it gets from `admit`, from
+///   `decide` or from the lease. The store also records when the key was first seen and when the latest attempt began.
+///   No decision depends on this information.
 /// - **Bounded.** Every call ends; a store that can hang has its own timeout.
 /// - **Cancel safe.** Any returned future may be dropped at any time. The write of a dropped future happened completely
 ///   or not at all.
 ///
-/// The methods have no default bodies: a default `reserve` made of a read and a write would compile, and race.
+/// The methods have no default bodies: a default `reserve` that first reads and then writes would compile, but
+/// concurrent calls could both win.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a `Store`",
     label = "not an idempotency store",
@@ -120,16 +121,16 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// [`Record::may_begin`](crate::record::Record::may_begin) is the condition.
     ///
     /// # Errors
-    /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] returns whether the mark may be
-    /// written.
+    /// [`StoreError`] if the store did not confirm the write, which may have taken effect if
+    /// [`StoreError::may_have_landed`] returns true.
     fn begin<'a>(&'a self, lease: &'a Lease) -> StoreFuture<'a, Verdict>;
 
     /// Renews the leases. Calls `answer` for each lease, with the index of the lease in `leases`, as soon as the store
     /// has answered for that lease. A lapsed lease is renewed if no other attempt has taken over.
     ///
-    /// Compares owner token and `lease.attempt`, like [`finish`](Store::finish). A lease without an answer may be
-    /// renewed or not: its record could not be reached, or another session had locked the record. A lease without an
-    /// answer must not delay the other leases.
+    /// Compares owner token and `lease.attempt`, like [`finish`](Store::finish). A lease without an answer may or may
+    /// not have been renewed: its record could not be reached, or another session had locked the record. A lease
+    /// without an answer must not delay the other leases.
     ///
     /// # Errors
     /// [`StoreError`] holds the reason why leases have no answer. The answers that were given stay valid.
@@ -138,12 +139,12 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// Turns the pending record into a finished one, kept for `lease.ttl` from now, and wakes its waiters.
     ///
     /// Refuses unless owner token and `lease.attempt` match the record. The token alone is not enough: a late copy of a
-    /// reservation may create a later attempt with the same owner token, and this write would then lower the attempt
-    /// number in the record.
+    /// reservation may create a later attempt with the same owner token, and the finish of the earlier attempt would
+    /// then lower the attempt number in the record.
     ///
     /// # Errors
-    /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] returns whether the record may be
-    /// finished.
+    /// [`StoreError`] if the store did not confirm the write, which may have taken effect if
+    /// [`StoreError::may_have_landed`] returns true.
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict>;
 
     /// Ends the attempt without a result, keeps the record for `lease.ttl` from now, and wakes its waiters.
@@ -151,17 +152,17 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// Ignores `lease.attempt`: a caller without an answer to its reservation doesn't know the number.
     ///
     /// # Errors
-    /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] returns whether the record may be
-    /// released.
+    /// [`StoreError`] if the store did not confirm the write, which may have taken effect if
+    /// [`StoreError::may_have_landed`] returns true.
     fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict>;
 
     /// Waits until attempt `attempt` of `key` is no longer pending, for at most `at_most`; may return early. Returns
     /// the record at the end of the wait, so that a waiting duplicate need not reserve.
     ///
-    /// The store reads the returned record after the call began, so the record is as good as the answer to a
-    /// reservation: a duplicate replays the result in it. After `None` the caller reserves: `None` shows neither
-    /// whether there is a record nor whether the attempt still runs. A store may always return `None`. A record that
-    /// can't be read is an error, as for a reservation.
+    /// The store reads the returned record after the call began, so a duplicate uses the record like the answer to a
+    /// reservation, and replays the result that the record holds. After `None` the caller reserves: `None` shows
+    /// neither whether there is a record nor whether the attempt still runs. A store may always return `None`. A record
+    /// that can't be read is an error, as for a reservation.
     ///
     /// The engine makes one `wait` call for all duplicates of a key that wait in the same [`handle`](Store::handle) and
     /// runtime.
@@ -179,14 +180,14 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
 
     /// Applies an operator's decision to a record, in one atomic step, and wakes its waiters.
     ///
-    /// [`Inspection::decide`] returns the effect of the decision, or the reason of its refusal; the store applies that
+    /// [`Inspection::decide`] returns the effect of the decision, or the reason for its refusal; the store applies that
     /// effect atomically. The record keeps its retention, and also its attempt number unless the decision removes the
-    /// record. A decision is applied only to the record that its operator saw: of two decisions about the same record
-    /// one is applied. A repeated decision changes nothing.
+    /// record. A decision is applied only to the record that its operator saw: of two different decisions about the
+    /// same record, the store applies only one. A repeated decision changes nothing.
     ///
     /// # Errors
-    /// [`StoreError`] if the store did not confirm; [`StoreError::may_have_landed`] returns whether the decision may be
-    /// recorded.
+    /// [`StoreError`] if the store did not confirm the write, which may have taken effect if
+    /// [`StoreError::may_have_landed`] returns true.
     fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer>;
 
     /// Checks up to `batch` records that may have expired, and removes the expired records. Returns the number of
@@ -205,17 +206,20 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// is written meanwhile. A call reads a bounded number of records; more pages may follow a page with few records or
     /// no record. A store without an order of its keys lists records only under [`Filter::scan`], and may then miss and
     /// repeat records. A record that can't be read is returned as by [`inspect`](Store::inspect). A list reads no
-    /// results: only `inspect` shows a result that can't be read.
+    /// results: only `inspect` shows that a result can't be read.
     ///
     /// # Errors
     /// [`StoreError`] if the store did not answer. The kind of the error is [`StoreErrorKind::Unsupported`] if the
     /// store can't list records, if the store can list records only by a scan, or if another store made the cursor.
     fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page>;
 
-    /// Checks that the store can be reached, with one cheap request to each of its servers. Changes nothing.
+    /// Checks with one cheap request to each server that the store can serve calls: the store can be reached, its table
+    /// has all columns, the login has the rights that calls need, and the server accepts writes. Changes nothing. A
+    /// store checks what its server can answer without a write; the failures of real calls show the rest (see
+    /// [`health`](StoreExt::health)).
     ///
     /// # Errors
-    /// [`StoreError`] holds the reason why the store can't be reached.
+    /// [`StoreError`] holds the reason why the store can't serve calls.
     fn ping(&self) -> StoreFuture<'_, ()>;
 }
 
@@ -225,7 +229,7 @@ pub type Answers<'a> = dyn Fn(usize, Verdict) + Send + Sync + 'a;
 /// Renews `leases`, and waits for all answers.
 ///
 /// # Errors
-/// [`StoreError`] if a lease got no answer. A lease without an answer may be renewed or not.
+/// [`StoreError`] if a lease got no answer. Such a lease may or may not have been renewed.
 pub async fn renew_all<S: Store + ?Sized>(store: &S, leases: &[Lease]) -> Result<Vec<Verdict>, StoreError> {
     let answers = Mutex::new(vec![None; leases.len()]);
     let answer = |at: usize, write| {
@@ -245,9 +249,9 @@ pub async fn renew_all<S: Store + ?Sized>(store: &S, leases: &[Lease]) -> Result
 }
 
 impl Policy {
-    /// Checks that `store` can honour the durations. In addition to [`check`](Policy::check), a lease must be longer
-    /// than the time limit of a call of the store; otherwise a lease may lapse during one slow call. Call this method
-    /// at the start of a program: a call of a handler under a wrong policy only logs a warning.
+    /// Checks that `store` can honour the durations of this policy. In addition to [`check`](Policy::check), a lease
+    /// must be longer than the time limit of a call of the store; otherwise a lease may lapse during one slow call.
+    /// Call this method at the start of a program: a call of a handler under a wrong policy only logs a warning.
     ///
     /// # Errors
     /// [`PolicyProblem`] names the option that the store can't honour, and suggests a value.

@@ -21,9 +21,9 @@ use crate::record::StoredResult;
 /// lease, forget a record. [`StoreExt::operator`](super::StoreExt::operator) makes an operator.
 ///
 /// Each decision takes the record that the person has seen, as an [`Inspection`] or its [`Revision`]. A decision is
-/// refused once that record has changed: of two people who look at the same record, only one decides. The same person
-/// may repeat a decision: the repetition changes nothing. The record keeps the name of the person and the reason until
-/// the next decision. An event of `tracing` (level INFO) also contains the name and the reason.
+/// refused once that record has changed: if two people decide about the same record, only one decision takes effect.
+/// The same person may repeat a decision: the repetition changes nothing. The record keeps the name of the person and
+/// the reason until the next decision. An event of `tracing` (level INFO) also contains the name and the reason.
 ///
 /// ```
 /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
@@ -107,8 +107,8 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
     /// [`replace`](Self::replace) corrects it.
     ///
     /// # Errors
-    /// [`OperatorError`] holds the reason of a refusal, which changes nothing. After [`OperatorError::Store`] the
-    /// decision may be recorded: repeat it.
+    /// [`OperatorError`] holds the reason for a refusal. A refused decision changes nothing. After
+    /// [`OperatorError::Store`] the decision may be recorded: repeat it.
     pub async fn resolve(
         &self,
         key: &Key,
@@ -155,8 +155,8 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
     /// Ends a lease whose holder has certainly ended. A broken lease has the consequences of a crash: under `on_crash =
     /// retry` the next delivery runs, under `on_crash = fail` the key is interrupted.
     ///
-    /// If the holder still runs, its body continues until its next renewal is refused, concurrently with the next
-    /// attempt.
+    /// If the holder still runs, its body continues concurrently with the next attempt, until the holder's next renewal
+    /// is refused.
     ///
     /// # Errors
     /// See [`resolve`](Self::resolve).

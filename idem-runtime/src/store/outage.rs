@@ -1,5 +1,6 @@
-//! Log lines about a store or broker that does not answer for a while: a few lines with counts of failures, and one
-//! line when the store or broker answers again.
+//! Log lines about a store or broker that does not answer for a while, alternately fails and answers, or answers
+//! slowly: a few lines with counts, and one line when the store or broker answers again. Readiness probes read the same
+//! state.
 
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(600);
 /// Failed operations since the last success, and the time of the next line about them.
 #[derive(Default)]
 pub(super) struct Outage {
-    /// True if the last operation failed. Every success reads this flag first.
+    /// True from a failed operation until a success ends the outage. Every success reads this flag first.
     open: AtomicBool,
     state: SharedOrAnew<OutageState>,
 }

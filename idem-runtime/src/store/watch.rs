@@ -8,7 +8,7 @@ use super::{Store, StoreContext, StoreError, StoreErrorKind};
 use crate::clock::Instant;
 use crate::metrics::{ErrorKind, StoreOp};
 
-/// Observes one operation of a store that had no immediate answer.
+/// Observes one store operation that got no immediate answer.
 pub(super) struct Watch<'a> {
     context: &'a StoreContext,
     op: StoreOp,

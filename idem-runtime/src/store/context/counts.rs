@@ -1,5 +1,5 @@
-//! Counts of events that no record keeps: failures without a record, refusals in transactions, duplicates of an
-//! attempt, waits of last deliveries.
+//! Counts of events that no record keeps: failures without a record, refusals in transactions, duplicates that find an
+//! attempt running, and waits of duplicates whose messages have few deliveries left.
 
 use std::hash::{DefaultHasher, Hasher};
 use std::sync::Arc;
@@ -9,8 +9,8 @@ use crate::key::Key;
 use crate::sync::SharedOnce;
 use crate::sync::atomic::{AtomicUsize, Ordering};
 
-/// Counts of one store handle. All calls in transactions share one set of counts, because their handles end with the
-/// call.
+/// Counts of one store handle. All calls in transactions share one set of counts, because the store handle of such a
+/// call ends with the call.
 pub(crate) struct EventCounts {
     tables: Arc<CountTables>,
     /// Hash of the table's name, so that equal keys of two tables have different tags in [`OF_TRANSACTIONS`]. Zero for

@@ -1,5 +1,4 @@
-//! Beats of deliveries: a callback at intervals that extends the message at its broker while the message is being
-//! handled.
+//! Beats of deliveries: at intervals, a callback extends the message at its broker while the message is being handled.
 //!
 //! The renewal task of a store handle finds deliveries that are due, like leases, but does not run their callbacks.
 //! Each callback is a task of its own on the runtime of its delivery, where the client of the broker usually runs. So a
@@ -161,7 +160,7 @@ struct BeatSchedule {
 /// Number of shards of a [`DeliveryTable`].
 const SHARDS: usize = 16;
 
-/// Deliveries of one store handle whose messages are extended by beats, in the order in which the beats began.
+/// Deliveries with beats of one store handle, in the order in which the beats began.
 #[derive(Default)]
 pub(super) struct DeliveryTable {
     shards: Shards<BTreeMap<u64, BeatSchedule>, SHARDS>,

@@ -21,7 +21,7 @@ use crate::sync::{TestClock, explore, join_all};
 const LEASE: Duration = Duration::from_secs(6);
 const TIMEOUT: Duration = Duration::from_secs(3600);
 
-/// A store in memory with a test clock, as one process has it.
+/// State of one process: a store in memory, its test clock, and the number of running bodies.
 #[derive(Clone)]
 struct World {
     clock: TestClock,
@@ -86,7 +86,7 @@ impl World {
         self.clock.pass(duration, check).await;
     }
 
-    /// Advances the clock until the renewal task ends, which happens only if no lease is registered.
+    /// Advances the clock until the renewal task ends. The task ends only if no lease is registered.
     async fn rest(&self) {
         assert_eq!(self.context().live(), 0);
         self.clock.pass(3 * LONGEST_SLEEP, |_| {}).await;
@@ -155,8 +155,7 @@ fn a_lease_registered_while_the_renewal_task_scans_is_renewed() {
     });
 }
 
-/// A lease is registered while the renewal task ends, by a body that never checks its lease. The lease is still
-/// renewed.
+/// A body that never checks its lease registers the lease while the renewal task ends. The lease is still renewed.
 #[test]
 fn a_lease_registered_while_the_renewal_task_ends_is_renewed() {
     explore(|| {

@@ -80,7 +80,7 @@ impl LateWrites {
     }
 
     /// Returns whether an attempt of `key` is being ended after the lapse of its lease, or was renewed or ended after
-    /// that lapse since [`changes`](LateWrites::changes) returned `since`.
+    /// that lapse and after [`changes`](LateWrites::changes) had returned `since`.
     pub(super) fn is_ending(&self, key: &Key, since: u32) -> bool {
         let is_later = |end: &LateEnd| end.changed != since && end.changed.wrapping_sub(since) < u32::MAX / 2;
         self.ends.lock().get(key).is_some_and(|end| end.writes > 0 || is_later(end))
@@ -89,8 +89,8 @@ impl LateWrites {
     fn change(&self, key: &Key, change: impl FnOnce(&mut LateEnd)) {
         let mut ends = self.ends.lock();
         let changed = self.changes.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
-        // Removes old entries at a power of two of the length: an outage adds many entries, and a scan at each change
-        // would be slow.
+        // Removes old entries only when the length is a power of two: an outage adds many entries, and a scan at each
+        // change would be slow.
         if ends.len() >= 64 && ends.len().is_power_of_two() {
             ends.retain(|_, end| end.writes > 0 || changed.wrapping_sub(end.changed) < LATE_ENDS_KEPT);
         }

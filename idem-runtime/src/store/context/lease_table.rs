@@ -97,7 +97,7 @@ pub(super) struct RenewalFailure {
 }
 
 pub(super) struct LeaseEntry {
-    /// Store handle of the call. The renewal task uses this handle and has no handle of its own, which would keep the
+    /// Store handle of the call. The renewal task uses this handle, because a handle that the task owned would keep the
     /// store open.
     pub(super) store: Arc<dyn Store>,
     pub(super) lease: Lease,
@@ -182,7 +182,7 @@ pub(super) struct DueLeases {
     /// Store handle of one of the calls whose leases are due. All renewals of this scan use this handle.
     pub(super) store: Option<Arc<dyn Store>>,
     pub(super) leases: Vec<Lease>,
-    /// Leases that need a renewal call of their own, because the store refused a renewal permanently.
+    /// Leases that are each renewed by a separate call, because the store refused a renewal permanently.
     pub(super) alone: Vec<Lease>,
     /// Longest time by which a lease in this scan is overdue.
     pub(super) lag: Duration,
@@ -266,16 +266,18 @@ impl LeaseTable {
 impl DueLeases {
     /// Adds the lease of `entry` to the leases to renew, if its renewal is due by `now` or soon after.
     fn add(&mut self, entry: &mut LeaseEntry, now: Instant) {
-        // Leases are renewed up to an eighth of a beat early, so that several leases share a call. The pauses after a
-        // sent and after a failed renewal are longer: otherwise the lease would be due again immediately.
+        // Leases are renewed up to an eighth of a beat early, so that several leases share a call. The pause after a
+        // renewal was sent, and the pause after a renewal failed, are longer: otherwise the lease would be due again
+        // immediately.
         let beat = entry.beat();
         if entry.due > now.saturating_add(beat / 8) {
             return;
         }
         self.lag = self.lag.max(now.saturating_since(entry.due));
         self.store.get_or_insert_with(|| Arc::clone(&entry.store));
-        // The error of a call for several leases does not show which lease the store permanently refuses. Only a
-        // refusal of its own lease may end a body, so a refused lease that has lapsed is renewed by a call of its own.
+        // The error of a call for several leases does not show which lease the store permanently refuses. A body ends
+        // only if the store refuses the renewal of that body's lease, so a refused lease that has lapsed is renewed by
+        // a separate call.
         let is_alone = entry.is_refused() && entry.held_until() <= now;
         match is_alone {
             true => self.alone.push(entry.lease.clone()),

@@ -145,7 +145,7 @@ impl Leases {
         limits: Limits,
     ) {
         // In the child of a `fork()`, a store in memory and its records are copies, and the renewal task does not run.
-        // A scan that is overdue is the sign of a fork.
+        // An overdue scan is a sign that this process is such a child.
         let planned = self.next_beat.load(Ordering::SeqCst);
         if planned < nanos(confirmed_at).saturating_sub(span(OVERDUE)) && self.is_forked() {
             self.start_anew();
@@ -259,8 +259,8 @@ impl Leases {
         Some(entry.confirmed_at)
     }
 
-    /// Records that the store has confirmed a renewal of the lease of `owner`, which another part of the engine sent at
-    /// `asked_at`.
+    /// Records that the store has confirmed a renewal of the lease of `owner`. Another part of the engine sent this
+    /// renewal at `asked_at`.
     pub(crate) fn confirmed(&self, owner: OwnerToken, asked_at: Instant) {
         let mut late = None;
         if let Some(entry) = self.table.shard_of(owner).get_mut(&owner) {
@@ -314,7 +314,7 @@ impl Leases {
         self.earlier.latest().expect("made with a value")
     }
 
-    /// Wakes the sleeping renewal task, which then ends because no lease is left.
+    /// Wakes the sleeping renewal task, which then ends if only this task still holds the leases.
     pub(super) fn wake_task(&self) {
         self.earlier().notify_one();
     }
@@ -330,8 +330,8 @@ impl Leases {
         }
     }
 
-    /// Resets the state of a store in memory in the child of a `fork()`: the renewal task and the deliveries are those
-    /// of the parent process.
+    /// Resets the state of a store in memory in the child of a `fork()`: the renewal task and the deliveries belong to
+    /// the parent process.
     fn start_anew(self: &Arc<Self>) {
         self.deliveries.forget();
         self.late_writes.start_anew();
@@ -341,8 +341,8 @@ impl Leases {
     /// Ensures that the renewal task scans again.
     fn expect_beat(self: &Arc<Self>) {
         // The lease is already in its shard. The task publishes `next_beat` only after a scan of all shards, and a task
-        // that ends scans again after it has cleared `running`. So the task sees the lease, or this call wakes the
-        // task, or this call starts another task.
+        // that ends looks for work again after it has cleared `running`. So the task sees the lease, or this call wakes
+        // the task, or this call starts another task.
         if self.running.swap(true, Ordering::SeqCst) && !self.is_forked() {
             self.earlier().notify_one();
             return;
@@ -418,8 +418,8 @@ impl Leases {
     /// Applies the store's answer to the renewal of `lease` that was sent at `asked_at`.
     fn enter(&self, lease: &Lease, asked_at: Instant, write: Verdict) {
         let mut shard = self.table.shard_of(lease.owner);
-        // If the store answered a reservation twice, the entry may hold a newer attempt with the same owner token. The
-        // answer to the renewal of the older lease is then ignored.
+        // A late copy of a reservation may create a newer attempt with the same owner token. If the entry holds that
+        // newer attempt, the answer to the renewal of the older lease is ignored.
         let Some(entry) = shard.get_mut(&lease.owner).filter(|it| it.lease.attempt == lease.attempt) else {
             return;
         };
@@ -491,10 +491,10 @@ struct TaskGuard {
 }
 
 impl TaskGuard {
-    /// Ends the task if no lease is left. Returns whether the task has ended.
+    /// Ends the task if no lease and no delivery is left. Returns whether the task has ended.
     ///
     /// A call that registers a lease while the task is about to end sees the task as running, and the body of that call
-    /// may never yield. So the task scans again after it has declared its end.
+    /// may never yield. So the task looks for work again after it has declared its end.
     fn end(&mut self) -> bool {
         let leases = &self.leases;
         leases.next_beat.store(NEVER, Ordering::SeqCst);
@@ -553,7 +553,7 @@ async fn renew(_under_way: FlushGuard, leases: Arc<Leases>, store: Arc<dyn Store
             leases.enter(lease, asked_at, write);
         }
     };
-    // A call that takes longer than a lease can't keep its leases alive, and later calls have replaced it.
+    // A call that takes longer than the longest of its leases can't keep them alive, and later calls have replaced it.
     let longest = due.iter().map(|lease| lease.duration).max().unwrap_or_default();
     let upkeep = store.upkeep();
     let renewing = upkeep.renew(&due, &answer).watched(&*upkeep, StoreOp::Renew);
@@ -614,8 +614,8 @@ impl Drop for BeatGuard {
     fn drop(&mut self) {
         self.leases.deliveries.remove(self.number);
         self.delivery.end();
-        // In a transaction the renewal task serves only this delivery, and must end now. In a store the task ends at
-        // its next scan.
+        // In a transaction, the renewal task serves only this delivery, and must end now. For any other handle, the
+        // task ends at a later scan, once it has no work.
         if !self.leases.beats() {
             self.leases.earlier().notify_one();
         }

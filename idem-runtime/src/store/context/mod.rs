@@ -145,7 +145,8 @@ impl StoreContext {
         self
     }
 
-    /// Sets the name of the store handle, which records store in addition to host and process (default: no name).
+    /// Sets the name of the store handle (default: no name). A record contains this name in addition to host and
+    /// process.
     #[must_use]
     pub fn held_by(mut self, handle: &str) -> Self {
         self.identity.handle = handle.into();
@@ -163,8 +164,8 @@ impl StoreContext {
         }
     }
 
-    /// Returns the same state as `here`, but without a system call. Used by the later steps of a call whose first step
-    /// has used `here`.
+    /// Returns the same state as `here`, but without a system call. The later steps of a call use this method, after
+    /// the first step has used `here`.
     fn latest(&self) -> &ProcessState {
         self.process.latest().expect("made with a value")
     }
@@ -280,9 +281,9 @@ impl StoreContext {
         self.here().late_writes.ends_late(key)
     }
 
-    /// Returns whether an attempt of `key` runs in this handle, or was ended after the lapse of its lease since
-    /// [`LateWrites::changes`] returned `since`. The lapse of its lease does not prove that an attempt of this handle
-    /// has crashed: an outage delays renewals and ends alike.
+    /// Returns whether an attempt of `key` runs in this handle, or was ended after the lapse of its lease and after
+    /// [`LateWrites::changes`] had returned `since`. The lapse of its lease does not prove that an attempt of this
+    /// handle has crashed: an outage delays renewals and ends alike.
     pub(crate) fn is_at_work(&self, key: &Key, since: u32) -> bool {
         let here = self.here();
         here.late_writes.is_ending(key, since) || here.leases.runs(key)
@@ -345,8 +346,8 @@ impl StoreContext {
         &self.latest().metrics
     }
 
-    /// Returns the metrics, like `metrics`. The first step of a call uses this method, because it selects the state of
-    /// this process.
+    /// Returns the metrics, like `metrics`. The first step of a call uses this method, because this method selects the
+    /// state of this process.
     pub(crate) fn metrics_here(&self) -> &Metrics {
         &self.here().metrics
     }
@@ -364,7 +365,7 @@ impl fmt::Debug for StoreContext {
 }
 
 impl Drop for StoreContext {
-    /// Wakes the sleeping renewal task, which then ends because no lease is left.
+    /// Wakes the sleeping renewal task, which then ends if only this task still holds the leases.
     fn drop(&mut self) {
         if let Some(process) = self.process.known() {
             process.leases.wake_task();

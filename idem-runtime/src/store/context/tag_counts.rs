@@ -1,4 +1,4 @@
-//! Table of the numbers of repeated events, for events that no record counts.
+//! Table that counts repeated events, for events that no record counts.
 
 use std::fmt;
 

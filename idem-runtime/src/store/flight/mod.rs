@@ -1,9 +1,9 @@
 //! Duplicates of one key that wait in one store handle: the store waits once for all of them.
 //!
-//! The wait is a future that all members of the flight poll. So no member depends on the call of another member, which
-//! may be dropped or no longer polled. Only members who joined before the store was asked use the record that ends the
-//! wait. If the record shows that the key may be free, one member takes the turn and reserves the key, while the other
-//! members wait for its result.
+//! These duplicates are the members of a *flight*. The wait is a future that all members poll. So no member depends on
+//! the call of another member, which may be dropped or no longer polled. Only members who joined before the store was
+//! asked use the record that ends the wait. If the record shows that the key may be free, one member takes the turn and
+//! reserves the key, while the other members wait for its result.
 
 #[cfg(all(test, shuttle))]
 mod interleavings;
