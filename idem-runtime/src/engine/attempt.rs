@@ -24,8 +24,8 @@ thread_local! {
 /// [`Error::NoAttempt`] outside of the body of an idempotent function, and in a body whose message has no key
 /// (`missing_key = run`).
 ///
-/// `current` returns the attempt after every `await` of the body as well. A spawned task has no current attempt: give
-/// the task a clone of the [`Attempt`].
+/// `current` also returns the attempt after each `await` of the body. A spawned task has no current attempt: give the
+/// task a clone of the [`Attempt`].
 ///
 /// ```
 /// # use idem_runtime::{Error, MemoryStore, current, idempotent};
@@ -89,7 +89,7 @@ impl Attempt {
     }
 
     /// Returns the number of the attempt, from 1 and strictly increasing for a key. The number is a fencing token for a
-    /// system that can refuse writes of an older attempt. 0 if the body runs without a reservation.
+    /// system that can refuse writes of an older attempt. The number is 0 if the body runs without a reservation.
     pub fn number(&self) -> u32 {
         self.lease.attempt
     }
@@ -119,15 +119,15 @@ impl Attempt {
         self.store.context().leases().lease_remaining(self.lease.owner)
     }
 
-    /// Renews the lease now, to be sure that the lease is held just before a side effect. Without a reservation this
-    /// method returns `Ok` and does not ask the store.
+    /// Renews the lease now. Use this method just before a side effect, to be sure that the lease is still held.
+    /// Without a reservation this method returns `Ok` and does not ask the store.
     ///
     /// # Errors
     /// [`Error::LeaseLost`] if another attempt took over, or if the record was removed. [`Error::Store`] if the store
-    /// failed: the lease may or may not be held.
+    /// failed: it is unknown whether the lease is held.
     ///
     /// # Cancel safety
-    /// Cancel safe. If the future is dropped, the lease may or may not have been renewed.
+    /// Cancel safe. If the future is dropped, it is unknown whether the lease was renewed.
     pub async fn confirm_lease(&self) -> Result<(), Error> {
         if !self.is_protected() {
             return Ok(());

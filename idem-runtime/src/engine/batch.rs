@@ -21,12 +21,12 @@ use crate::sync::{Mutex, lock};
 
 /// Runs the deliveries of a batch concurrently, and returns the outcome of each delivery.
 ///
-/// Each item is the id of a message and the [`observe`](crate::observe) of its handling, with the settings of that
-/// delivery.
+/// Each item is a pair: the id of a message, and the [`observe`](crate::observe) future that handles the message. The
+/// settings of the delivery belong to this future.
 ///
 /// - At most [`limit`](ObserveAll::limit) items run at a time (default: 16), in their order. The batch takes an item
-///   from the iterator only when that item may start. So `on_beat` does not extend a message that still waits to start:
-///   fetch no more messages than may run.
+///   from the iterator only when that item can start. So `on_beat` does not extend a message that still waits to start:
+///   fetch no more messages than the limit.
 /// - Items with the same key take turns, so that the body runs once and the later items replay its result. If the body
 ///   fails, the next item runs the body again. A turn lasts for one call: it ends when the call returns or is dropped,
 ///   for example by a time-out around it. If a handler keeps a call and no longer polls it, the call delays later items
@@ -98,7 +98,7 @@ pub struct ObserveAll<I, F: Future, B, C> {
     woken: Arc<WakeList>,
     turns: Turns,
     groups: HashMap<Box<str>, Group<I, F, B>>,
-    /// Items that may start next, because the previous item of their group has ended.
+    /// Items that can start next, because the previous item of their group has ended.
     next_of_groups: VecDeque<PulledItem<I, F, B>>,
     deadline: Deadline,
 }
@@ -143,9 +143,9 @@ impl<I, F: Future, B, C> ObserveAll<I, F, B, C> {
     }
 
     /// Sets the time, counted from the first poll, after which the batch ends with the items that are done (default:
-    /// the batch waits for all items). Deliveries that still run are dropped, like calls in a time-out: their keys are
-    /// freed, or are interrupted under `on_crash = fail`. Deliveries that have not started never start, and the batch
-    /// takes all remaining items from the iterator. Dropped deliveries and deliveries that never start end with
+    /// the batch waits for all items). The batch drops the deliveries that still run: their keys are freed, or are
+    /// interrupted under `on_crash = fail`. Deliveries that have not started never start, and the batch takes all
+    /// remaining items from the iterator. Dropped deliveries and deliveries that never start end with
     /// [`Error::DeadlinePassed`], to be delivered again.
     ///
     /// If AWS Lambda kills a function at its time-out, no message of the batch gets a response, and all messages are
@@ -248,8 +248,8 @@ where
         }
     }
 
-    /// Takes items from the iterator until an item may start, and returns that item. An item of a busy group joins the
-    /// queue of the group; an item of a stopped group ends.
+    /// Takes items from the iterator until an item can start, and returns that item. An item of a busy group joins the
+    /// queue of the group; an item of a stopped group ends with [`Error::HeldBack`].
     fn pull(&mut self) -> Option<PulledItem<I, F, B>> {
         loop {
             let pulled = self.next_item()?;
@@ -461,8 +461,8 @@ impl<I, T, E> Batch<I, T, E> {
     /// record of a shard or partition. So a message that can't succeed blocks all later messages until the event source
     /// gives up (`MaximumRetryAttempts`, `MaximumRecordAgeInSeconds`; by default only when the stream deletes the
     /// message). Send a message that can't succeed to a queue of your own, record that with
-    /// [`set_aside`](BatchItem::set_aside), and respond then. If the sending fails, return the error: the whole batch
-    /// is delivered again, and finished operations are replayed.
+    /// [`set_aside`](BatchItem::set_aside), and only then respond. If the sending fails, return the error: the whole
+    /// batch is delivered again, and finished operations are replayed.
     ///
     /// ```
     /// # use idem_runtime::brokers::{Batch, ItemFailures};
@@ -484,8 +484,8 @@ impl<I, T, E> Batch<I, T, E> {
 
     /// Returns the ids of all messages that are not acknowledged, in the form that AWS Lambda expects from a handler of
     /// SQS, Kinesis or DynamoDB streams (`ReportBatchItemFailures`). The ids include a message that can't succeed,
-    /// unless it is [set aside](Batch::dead_letters): SQS moves a message that can't succeed to the dead-letter queue
-    /// after `maxReceiveCount`, while a stream is blocked by it.
+    /// unless it is [set aside](Batch::dead_letters): SQS moves such a message to the dead-letter queue after
+    /// `maxReceiveCount`, but in a stream such a message blocks all later messages.
     ///
     /// Use [`kafka_failures`](Batch::kafka_failures) for Kafka.
     pub fn item_failures(&self) -> ItemFailures

@@ -8,8 +8,8 @@ use crate::error::Error;
 use crate::key::Key;
 use crate::store::{BeatGuard, Callback, Timer};
 
-/// Reaction of a delivery to [`Beat::lost`](crate::store::Beat::lost), by which the callback of the beats reports that
-/// the broker no longer extends the message.
+/// Reaction of a delivery to [`Beat::lost`](crate::store::Beat::lost). The callback of the beats calls `lost` to report
+/// that the broker no longer extends the message.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 #[non_exhaustive]
 pub enum OnBeatLost {
@@ -22,7 +22,7 @@ pub enum OnBeatLost {
     Cancel,
 }
 
-/// Beats of an observed delivery, whose output has the type `O`.
+/// Beats of an observed delivery. `O` is the type of the delivery's output.
 pub trait Beats<O> {
     /// True if the beats need a timer.
     #[doc(hidden)]

@@ -50,9 +50,9 @@ impl Budget {
 
 impl Budget {
     /// Returns the disposition of a message that is to be delivered again. In its last delivery the message becomes a
-    /// dead letter, because some brokers then delete it. Otherwise the message is delivered again after `after`. If
-    /// `after` is unknown, the pause is at least `again`, and grows with the number of deliveries if the broker reports
-    /// that number.
+    /// dead letter, because some brokers delete a message after its last delivery. Otherwise the message is delivered
+    /// again after `after`. If `after` is unknown, the pause is at least `again`, and grows with the number of
+    /// deliveries if the broker reports that number.
     pub(super) fn retry(self, after: Option<Duration>, again: Option<Duration>, key: Option<&Key>) -> Disposition {
         match self.is_last() {
             true => Disposition::DeadLetter,

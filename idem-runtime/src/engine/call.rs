@@ -12,8 +12,8 @@
 //! `End`, the drop of its [`HeldAttempt`] ends the attempt. On every way out the values of the body are dropped before
 //! the key is freed.
 //!
-//! The future is not an `async fn`, which would store the body twice and so double the future at every level of
-//! nested calls.
+//! The future is not made by an `async fn`, because an `async fn` would store the body twice, and so double the future
+//! at every level of nested calls.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -200,7 +200,7 @@ where
 trait Protocol {
     fn poll(self: Pin<&mut Self>, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<()>;
 
-    /// Keeps the lease alive during the drop of the call, whose first step is the drop of the body's values.
+    /// Keeps the lease alive while the call is dropped. The drop of the call begins with the drop of the body's values.
     fn drops_values(self: Pin<&mut Self>);
 }
 
@@ -381,7 +381,8 @@ where
                 }
             }
         }
-        // The phase that has ended stays in place, because replacing it would write its full size.
+        // The ended phase is not overwritten: an assignment would copy the full size of the enum, which holds the
+        // future of the store's write.
         work.drop_body();
         *this.turn = None;
         facts.over(span, this.seen);
@@ -396,8 +397,8 @@ where
     }
 }
 
-/// Returns whether the body runs. If the body does not run, the call gets the replayed result, or the error taken out
-/// of `start`.
+/// Returns whether the body runs. If the body does not run, the call gets the replayed result, or the error that
+/// `start` holds.
 fn enters(
     start: &mut Start,
     seen: &mut ObservedCall,
@@ -425,7 +426,7 @@ fn enters(
         }
         Start::Replay(replay) => {
             seen.again = Some(replay.pause());
-            // The pause is reported before the decoding, which may panic.
+            // The pause is reported before the decoding, because the decoding may panic.
             report_again(seat, seen.again);
             match work.as_mut().replay(&replay.state, replay.on_undecodable) {
                 Ok(is_ok) => {

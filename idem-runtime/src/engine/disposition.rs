@@ -16,9 +16,9 @@
 //! - *Finished with an error*: the error is recorded, or the result can't be returned. The operation is over: if the
 //!   handler swallows the error, the message is done.
 //! - *Together*: the delivery returned its error in the poll in which the call ended. An error of a later poll is a
-//!   different error, and may pass. Errors carry no identity, so this rule is a guess and may be wrong in both
-//!   directions. Another failure in the same poll is taken for the call's error. If a handler awaits something between
-//!   the call and its own return, the message is delivered again although the error is final.
+//!   different error, which may be temporary. Errors carry no identity, so this rule is a guess and may be wrong in
+//!   both directions. Another failure in the same poll is taken for the call's error. If a handler awaits something
+//!   between the call and its own return, the message is delivered again although the error is final.
 //!
 //! In the last delivery that the broker allows, `Retry` becomes `DeadLetter`, because no further delivery follows.
 
@@ -60,7 +60,7 @@ pub(super) enum Verdict {
 /// Applies the rule; see the table in the module's documentation.
 pub(super) fn judge(calls: impl Iterator<Item = Standing>, returned: DeliveryResult) -> Verdict {
     let (mut any, mut may_pass, mut refused) = (false, false, false);
-    // Longest pause after which a call may succeed, and longest pause after which a recorded error may pass.
+    // Longest known pause of the calls that may succeed later, and of the calls that finished with a temporary error.
     let (mut after, mut error_after) = (None, None);
     let mut final_error = false;
     for call in calls {

@@ -15,7 +15,8 @@ use crate::store::{Store, StoreError};
 /// Writes the end of the attempt, while the heartbeat goes on. Returns the part of the end that the record holds; an
 /// error means that nothing is recorded.
 ///
-/// Not an `async fn`: that stores its argument twice, which doubles every enclosing future.
+/// This function is no `async fn`, because an `async fn` stores its argument twice, which doubles every enclosing
+/// future.
 #[expect(clippy::manual_async_fn, reason = "see above")]
 pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<RecordContent, Error>> {
     async move {
@@ -26,8 +27,8 @@ pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<Rec
             if let Some(written) = writing.at_once() {
                 break 'written Ok(written);
             }
-            // From here on only the store decides about the attempt: a slow write must not be ended by the body's time
-            // limit or by a refused renewal.
+            // From here on only the store decides about the attempt: neither the body's time limit nor a refused
+            // renewal may end a slow write.
             let Attempt { store, lease, .. } = attempt.held.attempt();
             store.context().leases().body_returned(lease.owner);
             (&mut writing).await
@@ -43,8 +44,8 @@ pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<Rec
         };
         let is_release = matches!(attempt.ending, Some(AttemptEnd::Release(_)));
         let EndingAttempt { held, ending } = &mut attempt;
-        // The drop of `EndingAttempt` repeats two kinds of failed writes: a release, and under `on_crash = fail` a
-        // result, because no other attempt may run to produce it.
+        // The drop of `EndingAttempt` repeats two kinds of failed writes. One kind is a release. The other is a result
+        // under `on_crash = fail`, because no other attempt may run to produce the result.
         let goes_on = match &ended {
             Ok(_) => false,
             Err(error) => is_release || (held.enforced && may_pass(error) && outlasts_lease(&held.attempt().lease)),
@@ -81,8 +82,8 @@ pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<Rec
     }
 }
 
-/// Repeats a failed `finish` while the lease can be held. A failed release returns immediately, because the drop
-/// repeats it.
+/// Repeats a failed `finish` while the lease can be held. For a failed release this function returns immediately,
+/// because the drop repeats the release.
 async fn write_held_again(attempt: &mut EndingAttempt, error: StoreError) -> Result<Verdict, StoreError> {
     match attempt {
         // Shadow mode must not delay a call, so its write is not repeated.

@@ -20,8 +20,8 @@ impl AttemptEnd {
             Self::Finish(Finish::Completed(StoredResult::Encoded { bytes, .. })) => {
                 Some(Self::Finish(Finish::Completed(StoredResult::TooLarge { size: bytes.len() as u64 })))
             }
-            // An error ends the operation only if duplicates can replay it. Without its bytes, the key is freed
-            // instead.
+            // An error ends the operation only if duplicates can replay the error. If the bytes of the error can't be
+            // stored, the key is freed instead.
             Self::Finish(Finish::Failed(StoredResult::Encoded { .. })) => Some(Self::Release(Release::Returned)),
             _ => None,
         }

@@ -35,8 +35,8 @@ pub(super) struct HeldAttempt {
     refused_inside: bool,
 }
 
-/// An attempt whose body has returned, and the ending to write. Separate from [`HeldAttempt`], because an ending is
-/// large, and every earlier step of a call would carry its size.
+/// An attempt whose body has returned, and the ending to write. The type is separate from [`HeldAttempt`], because an
+/// ending is large, and every earlier step of a call would carry the size of the ending.
 pub(super) struct EndingAttempt {
     pub(super) held: HeldAttempt,
     /// Ending that the drop of this value writes; `None` if the drop writes nothing.
@@ -279,8 +279,8 @@ fn log_dropped(late: LateEndState, store: &'static str, lease: &Lease) {
     }
 }
 
-/// Polls a body as `attempt`. Calls in the body are not observed by an `observe` outside of the body. `refused_inside`
-/// becomes true if the library temporarily refuses a call that the body makes.
+/// Polls a body as `attempt`. Calls in the body are not observed by an `observe` outside of the body. `notes` gets the
+/// notes about the body.
 pub(super) fn poll_as(
     attempt: &mut Option<Attempt>,
     refused_inside: &mut bool,

@@ -114,8 +114,8 @@ impl<R, P> fmt::Debug for Operation<R, P> {
 }
 
 impl Operation {
-    /// Creates an operation with the key `key` in `store`. If the key could not be built, the run of the operation
-    /// reports the reason.
+    /// Creates an operation with the key `key` in `store`. If the key could not be built, [`Operation::run`] returns an
+    /// error with the reason.
     pub fn new<S: Store + ?Sized>(store: &S, key: Result<Key, KeyError>, policy: Policy) -> Self {
         let key = key.map(|key| key.shown(policy.key_display)).map_err(Box::new);
         let subject = Subject { store: store.handle(), key, policy, fingerprint: None };

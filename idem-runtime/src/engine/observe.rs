@@ -29,8 +29,8 @@ use crate::store::{Beat, Callback};
 ///   a refused commit, the message must be delivered again.
 /// - A delivery that returns `Ok` is acknowledged if all of its operations have finished. If the delivery swallowed an
 ///   error of a call, the message is delivered again. If no delivery can change that error, the message is set aside,
-///   although the delivery returned `Ok`. A recorded error means that its operation has finished, even if the delivery
-///   swallowed the error.
+///   although the delivery returned `Ok`. A recorded error is an exception: its operation has finished, so the message
+///   is acknowledged even if the delivery swallowed the error.
 /// - If the delivery returns a recorded error, the message is set aside. An error of the delivery is taken for the
 ///   recorded error of a call if the delivery ends in the same poll as that call. An error of a later poll is a
 ///   different error, and the message is delivered again.
@@ -167,7 +167,7 @@ impl<F: Future, B> Observe<F, B> {
         self.map_observer(|observer| observer.group = Some(group.into().into_boxed_str()))
     }
 
-    /// Sets how long the broker may go on redelivering the message; `None` means that there is no limit.
+    /// Sets the time for which the broker may go on redelivering the message; `None` means that there is no limit.
     pub(crate) fn redelivered_for(self, longest: Option<Duration>) -> Self {
         self.map_observer(|observer| observer.redelivered_for = Some(longest.unwrap_or(Duration::MAX)))
     }
@@ -351,21 +351,21 @@ where
     F: Future<Output = Result<T, E>>,
     E: From<Error>,
 {
-    /// Calls `callback` every `every` while the delivery runs, so that the broker does not consider the message lost:
-    /// the callback extends a visibility time-out, or reports progress. A good `every` is a third of the broker's
-    /// time-out.
+    /// Calls `callback` at intervals of `every` while the delivery runs, so that the broker does not consider the
+    /// message lost: the callback extends a visibility time-out, or reports progress. A good `every` is a third of the
+    /// broker's time-out.
     ///
     /// The timer that renews leases also calls the callback. In every mode the beats start when the first call of the
-    /// delivery first waits, also when that call waits for another attempt. So a handler that is ready immediately
-    /// costs nothing, and the beats do not cover the part of the delivery before its first call. The beats go on
-    /// between calls, and end with the delivery: a running callback is then dropped, so that it extends no settled
-    /// message. A beat may come up to an eighth of `every` early.
+    /// delivery first waits, for its body or for another attempt. So a handler that is ready immediately costs nothing,
+    /// and the beats do not cover the part of the delivery before its first call. The beats go on between calls, and
+    /// end with the delivery: a running callback is then dropped, so that it extends no settled message. A beat may
+    /// come up to an eighth of `every` early.
     ///
-    /// The callback is a separate task on the runtime that polls the delivery, which usually is the runtime of the
-    /// broker's client as well. Each delivery has one callback at a time, which may take `every`, or 1 s if that is
-    /// longer. A callback that hangs, fails or panics is called again after a quarter of `every`, and affects neither a
-    /// lease nor another delivery. A handler that blocks the only thread of its runtime keeps its lease, but has no
-    /// beats meanwhile.
+    /// The callback is a separate task on the runtime that polls the delivery; the broker's client usually uses the
+    /// same runtime. A delivery has at most one running callback. The callback has the time limit `every`, or 1 s if
+    /// `every` is shorter. A callback that hangs, fails or panics is called again after a quarter of `every`, and
+    /// affects neither a lease nor another delivery. A handler that blocks the only thread of its runtime keeps its
+    /// lease, but has no beats meanwhile.
     ///
     /// If the broker limits the total extension (SQS: 12 h from the first receive), the callback calls [`Beat::lost`]
     /// at that limit. [`on_beat_lost`](Observe::on_beat_lost) sets the reaction.
@@ -475,14 +475,14 @@ impl<F: Future, B> Observe<F, B> {
     }
 
     /// Sets the number of times that the broker delivers a message before it sets the message aside: `maxReceiveCount`,
-    /// `x-delivery-limit` plus one, `max_deliver`. Together with [`delivery`](Observe::delivery) this gives the number
-    /// of deliveries that are left. In the last two deliveries a duplicate of a running attempt waits for that attempt
-    /// instead of returning an error, regardless of `in_progress`, for as long as an attempt may run (`timeout` plus
-    /// one lease). So the message is not set aside while its work is in progress. At most four duplicates of a store
-    /// handle wait for this reason at a time, because each waiting duplicate occupies a slot of its consumer; a further
-    /// duplicate returns its error. In the last two deliveries a call whose store does not answer also repeats its
-    /// request for up to `timeout` plus one lease. Combine the limit with [`on_beat`](Observe::on_beat) where the
-    /// broker has a time-out.
+    /// `x-delivery-limit` plus one, `max_deliver`. Together with [`delivery`](Observe::delivery) the limit gives the
+    /// number of deliveries that are left. In the last two deliveries a duplicate of a running attempt waits for that
+    /// attempt instead of returning an error, regardless of `in_progress`, for as long as an attempt may run (`timeout`
+    /// plus one lease). So the message is not set aside while its work is in progress. At most four duplicates of a
+    /// store handle wait for this reason at a time, because each waiting duplicate occupies a slot of its consumer; a
+    /// further duplicate returns its error. In the last two deliveries a call whose store does not answer also repeats
+    /// its request for up to `timeout` plus one lease. If the broker has a time-out for messages in delivery, combine
+    /// the limit with [`on_beat`](Observe::on_beat).
     ///
     /// In the last delivery [`Disposition::Retry`](crate::Disposition::Retry) becomes
     /// [`DeadLetter`](crate::Disposition::DeadLetter), because no further delivery comes, and some brokers then delete
@@ -490,7 +490,8 @@ impl<F: Future, B> Observe<F, B> {
     /// delivered again, because the type of the payload may have changed with a deployment.
     ///
     /// A broker that can only redeliver immediately uses up the deliveries of a message quickly. For a broker without
-    /// delayed redelivery, set a limit of 1 without [`delivery`](Observe::delivery): then duplicates always wait.
+    /// delayed redelivery, set a limit of 1, and no [`delivery`](Observe::delivery) number: then duplicates always
+    /// wait.
     pub fn delivery_limit(self, limit: u32) -> Self {
         self.map_observer(|observer| observer.budget.limit = Some(limit))
     }

@@ -8,7 +8,8 @@ use crate::error::{Disposition, Error, deployment_pause};
 use crate::key::Key;
 use crate::policy::Backoff;
 
-/// Reason why a call did not run its body. In shadow mode, reason why the call would not have run its body.
+/// Reason why a call did not run its body. In shadow mode the body runs, and the refusal is the reason why the body
+/// would not have run under [`Mode::Enforce`](crate::Mode::Enforce).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Refusal {
@@ -32,7 +33,7 @@ pub enum Refusal {
     InvalidPolicy,
     /// The operation had finished, and its result can't be replayed.
     ResultUnavailable,
-    /// The store did not answer.
+    /// The store could not reserve the key.
     Store,
 }
 
@@ -96,7 +97,7 @@ pub(crate) enum RecordedPart {
     Result,
 }
 
-/// Disposition of a call's [`Error`], and whether the error is a mistake of the deployment.
+/// Disposition of a call's [`Error`], and whether the deployment or the store caused the error.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct ErrorFacts {
     pub(crate) disposition: Disposition,
@@ -106,7 +107,8 @@ pub(crate) struct ErrorFacts {
 /// State of the transaction in which the record of a call was written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Commit {
-    /// The record has taken effect: outside of a transaction when it was written, in a transaction at the commit.
+    /// The record has taken effect. Outside of a transaction a record takes effect when it is written, in a transaction
+    /// at the commit.
     Done,
     /// The transaction is still open.
     Pending,
@@ -144,8 +146,8 @@ impl ObservedCall {
         again: None,
     };
 
-    /// Returns the standing of the call if its transaction is committed. If the transaction was rolled back already,
-    /// returns the standing after the rollback.
+    /// Returns the standing of the call. An open transaction counts as committed. If the transaction was rolled back
+    /// already, returns the standing after the rollback.
     pub(super) fn standing(&self, budget: Budget) -> Standing {
         match (self.commit, self.standing_once_committed()) {
             (Commit::RolledBack, Standing::Finished(_)) => Standing::MayPass(None),
@@ -246,8 +248,8 @@ impl ObservedCall {
         stored && self.commit != Commit::RolledBack
     }
 
-    /// Returns whether the record takes effect only with the commit of a user's transaction. False for a replay: its
-    /// result is committed already, or the call that recorded it is pending.
+    /// Returns whether the record takes effect only with the commit of a user's transaction. Returns false for a
+    /// replay, because the replayed result is committed already, or the call that recorded the result is pending.
     pub(super) fn is_pending(&self) -> bool {
         self.commit == Commit::Pending && self.executed()
     }
@@ -279,12 +281,12 @@ impl ObservedCall {
 )]
 pub(crate) enum TransactionEnd {
     Committed,
-    /// The transaction was rolled back. `failures_recorded` is true if the errors that its calls had recorded were
-    /// recorded again, in a transaction of their own.
+    /// The transaction was rolled back. `failures_recorded` is true if the errors that the calls had recorded in this
+    /// transaction were recorded again in a separate transaction.
     RolledBack {
         failures_recorded: bool,
     },
-    /// The transaction could not begin, and may begin after this time.
+    /// The transaction could not begin. A new try may succeed after this time.
     NotBegun {
         again: Duration,
     },

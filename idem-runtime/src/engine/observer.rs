@@ -89,8 +89,8 @@ impl Observer {
         });
     }
 
-    /// Returns key and attempt of the last call, and the time until the next delivery. Called for a delivery that the
-    /// library ends early.
+    /// Returns key and attempt of the last call, and the time until the next delivery, for a delivery that the library
+    /// ends early.
     pub(super) fn last(observer: Option<&Self>) -> (Option<Key>, Option<u32>, Duration) {
         let Some(Self { calls, budget, .. }) = observer else {
             return (None, None, Budget::default().pause(None, None));
@@ -101,8 +101,8 @@ impl Observer {
         (key, last.and_then(|call| call.attempt), pause)
     }
 
-    /// Copies the settings of the message that this observation lacks from the enclosing observation. Returns whether
-    /// the enclosing observation needs a timer.
+    /// If this observation lacks a setting of the message, copies the setting from the enclosing observation. Returns
+    /// whether the enclosing observation needs a timer.
     pub(super) fn is_inside_of_another(&mut self, wants_timer: bool) -> bool {
         let wanted_outside = with_observer(|outer| {
             self.budget = self.budget.or(outer.budget);
@@ -177,7 +177,7 @@ pub(crate) fn report(seat: &mut Seat, call: impl FnOnce() -> ObservedCall) {
     with_observer(|observer| observer.note(seat, call()));
 }
 
-/// Records the time until the next delivery, in case that the call ends without a further report.
+/// Records the time until the next delivery, in case the call ends without a further report.
 pub(super) fn report_again(seat: Seat, again: Option<Duration>) {
     with_observer(|observer| {
         if let Some(call) = seat.and_then(|seat| observer.calls.get_mut(seat)) {
@@ -226,7 +226,7 @@ pub(crate) fn settle(settled: TransactionEnd) {
 /// batch of the delivery and the index of the delivery in that batch; `None` outside of a batch.
 pub(super) fn begins(store: &dyn Store, key: Option<&Key>) -> Option<(Turns, usize)> {
     with_observer(|observer| {
-        // The call was added last, without its key. The key seeds the pause of the delivery, in case that the call is
+        // The call was added last, without its key. The key seeds the pause of the delivery, in case the call is
         // dropped.
         if let Some(call @ ObservedCall { progress: Progress::Reserving, key: None, .. }) = observer.calls.last_mut() {
             call.key = key.cloned();
@@ -252,7 +252,7 @@ pub(super) fn redelivered_for() -> Option<Duration> {
 
 /// Writes the names of the current message, if known, into the span of the call.
 pub(super) fn describe_message(span: &Span) {
-    // A shared borrow: a subscriber that receives these fields may itself borrow the observer.
+    // The borrow is shared, because a subscriber that receives these fields may itself borrow the observer.
     OBSERVER.with_borrow(|observer| {
         let message = observer.as_ref().and_then(|observer| observer.message.as_ref());
         let Some((system, destination, id)) = message.and_then(|message| message.called.as_ref()) else { return };

@@ -1,4 +1,5 @@
-//! Flags of a thread that a call sets for the code that polls the call: the library refused a call, or a call waits.
+//! Notes that a call leaves on its thread for the code that polls the call: the library refused a call, a call waits,
+//! or a reconciler has answered.
 
 use std::cell::Cell;
 

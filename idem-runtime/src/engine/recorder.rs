@@ -15,7 +15,8 @@ use crate::record::{Finish, Release, State, StoredResult};
 
 /// Records and replays the results of a handler.
 pub trait Recorder<T, E> {
-    /// Returns the end of an attempt whose body returned `result`. A result larger than `max_result_bytes` is left out.
+    /// Returns the end of an attempt whose body returned `result`. The end leaves out a result larger than
+    /// `max_result_bytes`.
     fn record(&self, result: &Result<T, E>, max_result_bytes: usize) -> AttemptEnd;
 
     /// Returns the result in a finished record. `on_undecodable` sets the reaction to a result that can't be decoded.
@@ -27,7 +28,7 @@ pub trait Recorder<T, E> {
     /// If the function in `on_undecodable` panics.
     fn replay(&self, state: &State, on_undecodable: OnUndecodable) -> Result<Result<T, E>, ResultProblem>;
 
-    /// Checks that a duplicate will get a result equal to `result`, which was recorded.
+    /// Checks that a duplicate will get a result equal to the recorded `result`.
     ///
     /// # Errors
     /// [`RoundTripError`] with the difference between the two results.

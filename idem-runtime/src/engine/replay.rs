@@ -10,8 +10,8 @@ use crate::record::{Provenance, State};
 pub(super) struct Replay {
     pub(super) key: Key,
     pub(super) store: &'static str,
-    /// State of the record, which holds the result. Other parts of the record are dropped, because each call carries
-    /// the size of this value.
+    /// State of the record. The state holds the result. Other parts of the record are dropped, because each call
+    /// carries the size of this value.
     pub(super) state: State,
     /// Number of the attempt that recorded the result.
     pub(super) attempt: u32,

@@ -102,8 +102,8 @@ impl Facts {
 
     /// Records that the call has waited for another attempt.
     pub(super) fn waited(&self, span: Option<&Span>, waited: Duration) {
-        // A wait only for an item of the same batch has the duration zero, and does not count as a wait for a running
-        // attempt.
+        // A call that waited only for an item of its batch has the duration zero, and does not count as a wait for a
+        // running attempt.
         if let Some(cells) = self.cells.as_ref().filter(|_| !waited.is_zero()) {
             cells.waited(waited);
         }
@@ -275,7 +275,7 @@ fn outcome_of(error: &Error) -> CallOutcome {
 }
 
 /// Logs an error, at a level that matches the need for an operator. An outage of the store is logged by the store
-/// handle, once for all calls. A lost lease or a time limit is logged where it is detected.
+/// handle, once for all calls. A lost lease and a passed time limit are logged where they are detected.
 fn log_error(error: &Error) {
     match error {
         Error::Unrecorded { key, store, attempt, source, .. } => tracing::error!(
@@ -311,7 +311,7 @@ fn log_error(error: &Error) {
         Error::InvalidKey { .. } | Error::InvalidFingerprint { .. } | Error::InvalidPolicy { .. } => {
             tracing::warn!(%error, "the call can't be protected; the body did not run");
         }
-        // Errors that are logged where they are detected.
+        // These errors are logged where they are detected.
         Error::NoAttempt
         | Error::LeaseLost { .. }
         | Error::TimedOut { .. }
