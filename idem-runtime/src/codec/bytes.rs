@@ -8,7 +8,7 @@ use serde::ser::{self, Impossible, Serialize, SerializeSeq, Serializer};
 
 use super::{CodecError, CodecName};
 
-/// Name of the codec in records whose result consists of bytes, which are stored unencoded.
+/// Name of the codec in records whose result is stored as plain bytes, without an encoding.
 pub(super) const NAME: CodecName = CodecName::new(b"bytes").expect("a name that fits");
 
 /// Returns the bytes that `value` consists of, if there is at least one byte; `None` for any other value.
@@ -78,8 +78,8 @@ macro_rules! refuse {
     (@ $answer:ident) => { Result<Self::$answer, NotBytes> };
 }
 
-/// Implements all methods of a `Serializer` that neither a byte nor a list of bytes calls. Each of these methods
-/// returns [`NotBytes`].
+/// Implements the methods of a `Serializer` that serde does not call for a byte or a list of bytes. Each of these
+/// methods returns [`NotBytes`].
 macro_rules! refuse_the_rest {
     () => {
         type Error = NotBytes;

@@ -1,8 +1,8 @@
 //! A `Deserializer` that wraps another `Deserializer` and limits the cost of malformed bytes.
 //!
-//! Malformed bytes may nest without end, where each level uses stack, or may claim any number of elements of zero
-//! bytes. The limits of `rmp-serde` do not count options and enums, and `postcard` has no limits; `serde_json` limits
-//! the nesting itself.
+//! Malformed bytes can nest values without end, and each level uses stack. They can also claim any number of elements
+//! that take no bytes. The limits of `rmp-serde` do not count options and enums, and `postcard` has no limits;
+//! `serde_json` limits the nesting itself.
 
 use std::cell::Cell;
 use std::fmt;

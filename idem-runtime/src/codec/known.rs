@@ -28,7 +28,7 @@ pub(super) fn decode<V: DeserializeOwned>(name: CodecName, recorded: &[u8]) -> O
     None
 }
 
-/// Returns the feature without which this build can't read results of the codec `name`.
+/// Returns the feature that this build lacks and needs to read results of the codec `name`.
 pub(super) fn missing_feature(name: &str) -> Option<&'static str> {
     match name {
         "msgpack" if !cfg!(feature = "msgpack") => Some("msgpack"),

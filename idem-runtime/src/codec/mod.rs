@@ -159,7 +159,7 @@ pub fn check_round_trip<C: Codec, T: Serialize + DeserializeOwned>(value: &T) ->
 }
 
 /// Error for a value that is not read back as it was written. The text of this error names the codec, the type and the
-/// field, and quotes no value. The text of its source may quote the value, if the codec is your own.
+/// field, and quotes no value. If the codec is your own, the text of the error's source may quote the value.
 #[derive(Debug)]
 pub struct RoundTripError {
     codec: &'static str,
@@ -181,7 +181,7 @@ impl RoundTripError {
 
     /// Returns true if the value can't be written or read: a duplicate gets
     /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable). Returns false if the value is read back as
-    /// another value, which the duplicate gets.
+    /// another value: the duplicate gets this other value.
     pub const fn is_unavailable(&self) -> bool {
         matches!(self.problem, RoundTripProblem::Unencodable(_) | RoundTripProblem::Undecodable(_))
     }
@@ -263,8 +263,8 @@ impl Codec for Json {
     }
 }
 
-/// Describes where and why decoding failed. Leaves out the text of `serde_json`'s error, which quotes the result:
-/// results must not reach logs.
+/// Describes where and why decoding failed. Leaves out the text of `serde_json`'s error, because this text quotes the
+/// result, and results must not reach logs.
 fn place_of(error: &serde_json::Error) -> String {
     let problem = match error.classify() {
         serde_json::error::Category::Data => "a value does not fit its type",

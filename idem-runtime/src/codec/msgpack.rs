@@ -42,8 +42,8 @@ impl Codec for MessagePack {
     }
 }
 
-/// Returns a description of the problem. Leaves out the text of `rmp-serde`'s error, which may quote the result:
-/// results must not reach logs.
+/// Returns a description of the problem. Leaves out the text of `rmp-serde`'s error, because this text may quote the
+/// result, and results must not reach logs.
 fn problem(guard: &Guard<'_>, error: &Error) -> &'static str {
     guard.problem().unwrap_or(match error {
         Error::InvalidMarkerRead(_) | Error::InvalidDataRead(_) => "the bytes end early",

@@ -15,9 +15,9 @@ use super::{Codec, CodecError};
 ///
 /// The bytes contain neither names nor types: only the reading type gives them a meaning. So the hash identifies the
 /// type that wrote the bytes, by the names of types, fields and variants and the kinds of values, in order. If the
-/// return type has changed in any way, including its name, the result is not read.
-/// [`OnUndecodable`](crate::OnUndecodable) can migrate a result of an older type, with a type that has the old names by
-/// `#[serde(rename = "…")]`.
+/// return type has changed in any way, including its name, the result is not read. A migration
+/// ([`OnUndecodable`](crate::OnUndecodable)) can decode a result of an older type with a type to which
+/// `#[serde(rename = "…")]` gives the old names.
 ///
 /// To change the type while records exist, first change the codec to [`Json`](crate::Json) or `MessagePack`. A handler
 /// with `Json` or `MessagePack` still reads Postcard's records while the type is unchanged. Change the type when the
@@ -29,8 +29,8 @@ use super::{Codec, CodecError};
 ///   the completion is recorded without its result.
 /// - A type with `#[serde(tag)]` or `#[serde(untagged)]` encodes, but never decodes. A type that contains a tagged or
 ///   untagged type, for example `serde_json::Value`, never decodes either.
-/// - A type that reads differently from how it writes encodes, but never decodes. Examples are `#[serde(alias)]`, and
-///   `#[serde(skip_serializing)]` without `skip_deserializing`.
+/// - A type whose `Deserialize` expects another form than its `Serialize` writes is encoded, but is never decoded.
+///   Examples are `#[serde(alias)]`, and `#[serde(skip_serializing)]` without `skip_deserializing`.
 /// - A value that is nested more than 127 levels deep (every option, collection, struct and enum is a level) is
 ///   written, but can't be read.
 #[derive(Clone, Copy, Debug, Default)]

@@ -52,8 +52,7 @@ pub enum ResultProblem {
 }
 
 impl ResultProblem {
-    /// Returns whether the result exists but this version of the handler can't read it, which is a mistake of the
-    /// deployment.
+    /// Returns whether the deployment is wrong: the result exists, but this version of the handler can't read it.
     pub(crate) fn is_misconfiguration(&self) -> bool {
         match self {
             Self::OtherCodec { .. }

@@ -1,8 +1,8 @@
 //! Traces of values in the data model of serde, to compare a value with the copy that a codec wrote and read back.
 //!
-//! A codec may lose a part of the data model: JSON writes `Some(None)` like `None`. A trace contains the whole model.
-//! So two different values of one type have different traces, unless their own `Serialize` hides the difference. Traces
-//! ignore the order of elements and entries, because the order of a hash table is random.
+//! A codec may lose a distinction of the data model: JSON writes `Some(None)` like `None`. A trace keeps all
+//! distinctions. So two different values of one type have different traces, unless their own `Serialize` hides the
+//! difference. Traces ignore the order of elements and entries, because the order of a hash table is random.
 
 use std::fmt::{self, Display, Write as _};
 
@@ -21,7 +21,7 @@ pub(super) enum Trace {
     Parts(&'static str, &'static str, Vec<(FieldName, Trace)>),
 }
 
-/// Name of the field whose value a part is; empty for elements of sequences and entries of maps.
+/// Name of the field that holds a part; empty for elements of sequences and entries of maps.
 type FieldName = &'static str;
 
 impl Trace {

@@ -19,12 +19,12 @@ impl<'a> Undecodable<'a> {
         Self { codec, bytes, is_error }
     }
 
-    /// Makes a recorded value, which the function returned as `Ok`. Use it in tests of a migration.
+    /// Makes a recorded value, as if the function had returned it as `Ok`, for tests of a migration.
     pub const fn value(codec: &'a str, bytes: &'a [u8]) -> Self {
         Self { codec, bytes, is_error: false }
     }
 
-    /// Makes a recorded error, which the function returned as `Err`. Use it in tests of a migration.
+    /// Makes a recorded error, as if the function had returned it as `Err`, for tests of a migration.
     pub const fn error(codec: &'a str, bytes: &'a [u8]) -> Self {
         Self { codec, bytes, is_error: true }
     }

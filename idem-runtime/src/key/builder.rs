@@ -68,7 +68,7 @@ impl<'a> KeyBuilder<'a> {
         Self { scope, text, problem: checked.err() }
     }
 
-    /// Appends literal text of the template, which must not contain `%`. A control character in `text` makes
+    /// Appends literal text of the template. The text must not contain `%`. A control character in `text` makes
     /// [`build`](Self::build) fail.
     pub fn text(&mut self, text: &str) {
         debug_assert!(!text.contains('%'), "`%` introduces an escape");
@@ -82,7 +82,8 @@ impl<'a> KeyBuilder<'a> {
         self.text.push_str(text);
     }
 
-    /// Appends text of a key in which all values are already escaped.
+    /// Appends `text` unchanged: literal text of a template, or the text of a whole key, whose values are already
+    /// escaped. A control character makes [`build`](Self::build) fail.
     pub(super) fn literal(&mut self, text: &str) {
         if text.contains(char::is_control) {
             self.problem.get_or_insert(KeyProblem::ControlCharacter);

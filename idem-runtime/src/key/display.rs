@@ -26,7 +26,7 @@ pub enum KeyDisplay {
     #[default]
     Whole,
     /// The first characters of the key's text, and `%…`. The number of these characters is the value of the variant, at
-    /// most 253. A text that is not longer is shown whole.
+    /// most 253. A text that has no more characters is shown whole.
     Prefix(u8),
     /// `%hash:` and the first 16 hexadecimal digits of the SHA-256 of the stored form
     /// ([`Key::as_str`](super::Key::as_str)). A reader who guesses the key can verify the guess.

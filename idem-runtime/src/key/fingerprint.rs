@@ -65,8 +65,8 @@ impl Fingerprint {
     /// Returns the fingerprint of `value`.
     ///
     /// # Errors
-    /// [`FingerprintError`] if the value's own `Serialize` fails, so that the value is unknown. A failure is never
-    /// treated as a missing fingerprint.
+    /// [`FingerprintError`] if the value's own `Serialize` fails. Such a failure is never treated as a missing
+    /// fingerprint.
     ///
     /// ```
     /// use idem_runtime::key::Fingerprint;
@@ -140,7 +140,7 @@ impl fmt::Debug for Fingerprint {
     }
 }
 
-/// A value whose `Serialize` failed, so that it has no fingerprint.
+/// Error for a value that has no fingerprint, because its `Serialize` failed.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct FingerprintError(String);
 
@@ -191,9 +191,9 @@ const PREFIX: &[u8] = b"idem fingerprint 1\n";
 /// a plain payload, and from the fingerprint of the upload itself. So let all producers and consumers of a handler use
 /// the digest, or let all use the upload; otherwise a duplicate is reported as a mismatch.
 ///
-/// The fingerprint distinguishes payloads as well as the digest does, so use a cryptographic digest. Make it from the
-/// bytes that *arrived*: a digest that the sender merely claims proves nothing about the payload. A digest of less than
-/// [`MIN_BYTES`](Self::MIN_BYTES), such as a CRC or an absent header, is refused
+/// Two payloads with equal digests have equal fingerprints, so use a cryptographic digest. Make the digest from the
+/// bytes that *arrived*: a digest that the sender merely claims proves nothing about the payload. A digest of fewer
+/// bytes than [`MIN_BYTES`](Self::MIN_BYTES), such as a CRC or an absent header, is refused
 /// ([`Error::InvalidFingerprint`](crate::Error::InvalidFingerprint)), and the body does not run. The bytes of a digest
 /// and its text (in hexadecimal or Base64) have different fingerprints.
 ///
@@ -299,7 +299,7 @@ fn sum<T: Serialize + ?Sized>(value: &T) -> Result<Sum, FingerprintError> {
 /// The `type_name` is the only information that serde passes on about a collection. If a later compiler spells the name
 /// in another way, a test fails, because fingerprints then depend on the order of the elements.
 fn is_unordered<I: ?Sized>() -> bool {
-    /// Adapters that keep the order of their iterator, and keep or skip its elements.
+    /// Adapters that keep the order of their inner iterator, and yield or skip its elements.
     const ADAPTERS: [&str; 5] =
         ["map::Map<", "copied::Copied<", "cloned::Cloned<", "filter::Filter<", "filter_map::FilterMap<"];
     const TABLES: [&str; 4] =
@@ -553,7 +553,7 @@ impl<'a> Object<'a> {
     }
 }
 
-/// A struct, or one of the private structs by which `serde_json` passes values without a type in serde.
+/// A struct, or one of the private structs in which `serde_json` passes values for which serde has no type.
 enum Struct<'a> {
     Fields(Object<'a>),
     /// Text of a number (feature `arbitrary_precision`, which another crate may have enabled).
@@ -1138,8 +1138,8 @@ mod tests {
 
     #[test]
     fn fingerprints_of_fixed_payloads_never_change() {
-        // A change of these fingerprints lets no operation run again, but an upgrade then turns duplicates in flight
-        // into mismatches. So a change needs another version.
+        // If these fingerprints changed, no operation would run again, but an upgrade would turn duplicates in flight
+        // into mismatches. So a change needs a new version.
         let order = of(("order", 42, [1.5], BTreeMap::from([("a", None::<u8>)])));
         assert_eq!(Fingerprint::VERSION, 1);
         assert_eq!(format!("{order:?} {}", order.short()), "13ee3e49… 13ee3e49");

@@ -222,7 +222,7 @@ impl Hash for Key {
     }
 }
 
-/// Hasher for maps of keys. A key has computed its hash already, and this hasher returns that hash unchanged.
+/// Hasher for maps of keys. The hasher returns the hash that the key computed when it was made.
 #[cfg(any(feature = "memory", feature = "cached"))]
 #[derive(Default)]
 pub(crate) struct KeyHasher(u64);

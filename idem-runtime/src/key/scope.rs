@@ -17,12 +17,13 @@ pub struct Scope {
     /// handler. The location does not identify the handler: all handlers from one `macro_rules!` expansion have the
     /// same location.
     attribute: bool,
-    /// Type name of the handler's result, or the reason why the handler may not use this scope. Set at the first use.
+    /// Type name of the handler's result, or the reason why the handler may not use this scope. The first use sets the
+    /// value.
     claimed: SharedOnce<Result<&'static str, KeyProblem>>,
 }
 
 impl Scope {
-    /// Makes a scope for one handler, whose location is the caller of this function.
+    /// Makes a scope for one handler. The location of the handler is the caller of this function.
     #[track_caller]
     pub const fn named(name: &'static str) -> Self {
         Self::new(name, false, false)
@@ -182,7 +183,7 @@ mod tests {
         assert!(problem.is_misconfiguration());
         let shown = problem.to_string();
         assert!(shown.contains("`alloc::string::String` before and returns `u32`"), "{shown}");
-        // An equal text at another address is the same type.
+        // Equal type names at different addresses denote the same type.
         let text: &'static str = String::from("alloc::string::String").leak();
         assert_eq!(claim(&SCOPE, text), Ok(()));
     }

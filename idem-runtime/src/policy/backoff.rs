@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use crate::clock::SplitMix;
 
-/// Pause before a message is delivered again, if no better time is known. (A better time is the end of a lease, for
-/// example.)
+/// Pause before a message is delivered again, if no better time is known. The end of a lease, for example, is a better
+/// time.
 ///
 /// The pause doubles with each attempt, from `first` to `longest`. A random cut of up to half of the pause keeps
 /// messages that failed together from returning together ("equal jitter": Brooker, "Exponential Backoff And Jitter",
@@ -31,8 +31,8 @@ impl Backoff {
     /// Default backoff: from 1 s to 5 min.
     pub const DEFAULT: Self = Self::new(Duration::from_secs(1), Duration::from_secs(300));
 
-    /// Creates a backoff with a pause of `first` after the first attempt, and of at most `longest` after later
-    /// attempts. Pauses are rounded to milliseconds, and range from 1 ms to 49 days.
+    /// Creates a backoff whose pause is `first` after the first attempt, and at most `longest` after later attempts.
+    /// Pauses are rounded to milliseconds, and range from 1 ms to 49 days.
     pub const fn new(first: Duration, longest: Duration) -> Self {
         let first = Self::millis(first);
         let longest = Self::millis(longest);
@@ -63,9 +63,10 @@ impl Backoff {
         self.spread(u64::from(Self::millis(outage)).saturating_mul(2).max(self.first.into()), seed)
     }
 
-    /// Returns the pause of a duplicate at its delivery `number` (from 1). Another attempt holds the key, with a lease
-    /// that lapses in `lapses_in`. The first delivery returns when that lease lapses, because the attempt may have
-    /// crashed. A later delivery has found a renewed lease, and pauses for a multiple of `lease`.
+    /// Returns the pause before the next delivery of a duplicate; the current delivery has the `number` (from 1).
+    /// Another attempt holds the key, with a lease that lapses in `lapses_in`. After its first delivery, the duplicate
+    /// comes back when that lease lapses, because the attempt may have crashed. A later delivery has found that the
+    /// lease was renewed, so the duplicate comes back after a multiple of `lease`.
     pub(crate) fn beyond(self, lapses_in: Duration, lease: Duration, number: u32, seed: u64) -> Duration {
         match number.checked_sub(2) {
             None => lapses_in,

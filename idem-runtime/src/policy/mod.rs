@@ -101,8 +101,8 @@ impl Policy {
 
     /// Sets the time limit of the body (default: 1 h). After this time the body is cancelled, the key is freed, and the
     /// call returns `Error::TimedOut`; under [`OnCrash::Fail`] the operation is interrupted. A body that blocks its
-    /// thread can't be cancelled: its lease is no longer renewed, and lapses. The drop of a cancelled body's values may
-    /// take this time once more; the call holds the key until the values are dropped.
+    /// thread can't be cancelled: its lease is no longer renewed, and lapses. The call holds the key until the values
+    /// of the cancelled body are dropped; this drop has the same time limit again.
     #[must_use]
     pub const fn timeout(self, timeout: Duration) -> Self {
         Self { timeout, ..self }
@@ -149,8 +149,9 @@ impl Policy {
     }
 
     /// Limits the runs of the body without a recorded result: after `max_attempts` runs the call returns
-    /// [`Error::AttemptsExhausted`] instead of another run (default: unlimited). In a transaction of the user,
-    /// `transact` counts the runs; a call in a transaction that the user opened without `transact` refuses this option.
+    /// [`Error::AttemptsExhausted`] instead of running the body again (default: unlimited). In a transaction of the
+    /// user, `transact` counts the runs; a call in a transaction that the user opened without `transact` refuses this
+    /// option.
     ///
     /// # Panics
     /// If `max_attempts` is zero, because the body could never run. In a `const` this panic is a compile error.
@@ -286,7 +287,7 @@ pub enum PolicyProblem {
         /// Time for which the broker may go on redelivering the message; `None` if that time is unlimited.
         redelivery: Option<Duration>,
     },
-    /// A call of the store may take as long as the lease, or longer.
+    /// The response timeout of the store is as long as the lease, or longer.
     #[non_exhaustive]
     LeaseBelowResponseTimeout {
         /// Configured lease.

@@ -1,4 +1,4 @@
-//! Options of a policy that are a choice, one enum for each option.
+//! Options of a policy that have a fixed set of values: one enum for each option.
 
 use std::time::Duration;
 
@@ -66,8 +66,8 @@ pub enum OnError {
 /// [`OnUndecodable::Migrate`].
 pub type Migrate = fn(Undecodable<'_>) -> Result<Vec<u8>, CodecError>;
 
-/// Reaction to a recorded result that does not decode as the function's return type, or that a codec wrote which is not
-/// available here. The body does not run again, whichever variant is set.
+/// Reaction to a recorded result that does not decode as the function's return type, or whose codec is not available
+/// here. No variant runs the body again.
 ///
 /// ```
 /// # use std::time::Duration;

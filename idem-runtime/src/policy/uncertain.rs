@@ -2,8 +2,8 @@
 
 use crate::key::Key;
 
-/// An operation whose effect may have happened although its record does not show it. Argument of the hook of
-/// [`Policy::on_uncertain`](crate::Policy::on_uncertain).
+/// An operation whose effect may have happened although its record does not show it. The hook of
+/// [`Policy::on_uncertain`](crate::Policy::on_uncertain) gets this value.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Uncertain<'a> {
@@ -31,6 +31,6 @@ pub enum Doubt {
     Cancelled,
     /// The body panicked.
     Panicked,
-    /// An earlier attempt started and did not return, and `on_crash = fail` allows no further attempt.
+    /// The effect of an earlier attempt is in doubt, so no further attempt runs its body.
     Interrupted,
 }

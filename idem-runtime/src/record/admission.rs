@@ -1,4 +1,4 @@
-//! Effect of a reservation on the record that it finds: a pure decision, which every store calls.
+//! Effect of a reservation on the record that it finds, decided by a pure function that every store calls.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Effect of an operator's decision on a record: a pure function, which every store calls.
+//! Effect of an operator's decision on a record. Every store calls the same pure function.
 
 use std::time::Duration;
 
@@ -32,23 +32,23 @@ pub struct Decision {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Action {
-    /// Lets the next delivery run again: releases the record, and resets the number of attempts that count against
-    /// `max_attempts` to zero. The action is refused if the operation has finished.
+    /// Lets the next delivery run the body again: releases the record, and resets the number of attempts that count
+    /// against `max_attempts` to zero. The action is refused if the operation has finished.
     Reopen,
-    /// Discards the result of a finished operation, and lets the next delivery run again: releases the record, and
-    /// resets the number of attempts that count against `max_attempts` to zero. The action is refused unless the
+    /// Discards the result of a finished operation, and lets the next delivery run the body again: releases the record,
+    /// and resets the number of attempts that count against `max_attempts` to zero. The action is refused unless the
     /// operation has finished.
     Discard,
     /// Ends the operation with this result. A missing result is supplied, but a recorded result is never replaced.
     Resolve(Finish),
-    /// Ends the operation with this result instead of the recorded result. No delivery runs in between. The action is
+    /// Ends the operation with this result instead of the recorded result. No body runs in between. The action is
     /// refused unless the operation has finished.
     Replace(Finish),
     /// Ends the lease, even if it is live. The owner of the lease can't write any more. A broken lease has the
-    /// consequences of a crash: under `on_crash = retry` the next delivery runs, under `on_crash = fail` the key is
-    /// interrupted if the body has begun.
+    /// consequences of a crash: under `on_crash = retry` the next delivery runs the body, and under `on_crash = fail`
+    /// the key is interrupted if the body has begun.
     BreakLease,
-    /// Removes the record and its result. The next delivery runs like the first delivery.
+    /// Removes the record and its result. The next delivery runs the body as the first delivery of the key.
     Forget,
 }
 
@@ -106,12 +106,12 @@ impl Decision {
         Self { reason: reason.into(), ..self }
     }
 
-    /// Makes the decision to let the next delivery run again.
+    /// Makes the decision to let the next delivery run the body again.
     pub fn reopen(key: &Key, seen: impl Into<Revision>) -> Self {
         Self::new(key, seen, Action::Reopen)
     }
 
-    /// Makes the decision to discard the recorded result and let the next delivery run again.
+    /// Makes the decision to discard the recorded result and let the next delivery run the body again.
     pub fn discard(key: &Key, seen: impl Into<Revision>) -> Self {
         Self::new(key, seen, Action::Discard)
     }
@@ -142,7 +142,8 @@ impl Decision {
     }
 
     /// Returns whether the decision may end a live lease. All other decisions are refused if the lease is live when the
-    /// record is written. A decision to break a lease that the operator saw as lapsed is one of these other decisions.
+    /// record is written. A decision to break a lease that the operator saw as lapsed is refused as well, if the lease
+    /// is live.
     pub fn ends_live_lease(&self) -> bool {
         self.action == Action::BreakLease && self.seen.standing == Standing::Running
     }
@@ -167,8 +168,8 @@ pub enum DecisionAnswer {
         /// Number of the latest attempt.
         latest: u32,
     },
-    /// Refused: the attempt is the one that the operator saw, but its record has changed since then. The record is
-    /// unchanged by this decision.
+    /// Refused: the latest attempt is the one that the operator saw, but its record has changed since then. This
+    /// decision did not change the record.
     #[non_exhaustive]
     Changed {
         /// Current standing of the operation.
@@ -217,29 +218,30 @@ impl From<DecisionAnswer> for Verdict {
 pub enum Ruling {
     /// The record stays unchanged, and the operator gets this answer.
     Answer(DecisionAnswer),
-    /// The store may replace the stored record by the record in this variant, but only if owner, attempt and state of
-    /// the stored record are still the same. The lease must not have been renewed either, unless the decision [ends a
-    /// live lease](Decision::ends_live_lease). The new record is never pending, and keeps the retention.
+    /// The store replaces the stored record by the record in this variant, but only if owner, attempt and state of the
+    /// stored record are still the same. The lease must not have been renewed either, unless the decision [ends a live
+    /// lease](Decision::ends_live_lease). The new record is never pending, and keeps the retention.
     Replace(Record),
-    /// The store may remove the record, under the same condition as for a replacement. A record that can't be read may
-    /// be removed only if all its stored bytes are still the same.
+    /// The store removes the record, under the same condition as for a replacement. The store removes a record that
+    /// can't be read only if all stored bytes of the record are still the same.
     Remove,
 }
 
 impl Inspection {
     /// Decides the effect of `decision` on the record of this inspection. [`Record::decide`] decides for a record that
-    /// can be read. A record that can't be read is removed if the decision is to forget it and names its
-    /// [revision](Self::revision). Every other decision leaves a record that can't be read unchanged.
+    /// can be read. An unreadable record is removed if the decision is to forget the record and names its
+    /// [revision](Self::revision). Every other decision leaves an unreadable record unchanged.
     ///
-    /// To remove a damaged record, a store compares all its stored bytes, instead of owner, attempt and state.
+    /// Before a store removes a damaged record, it compares all stored bytes of the record, instead of owner, attempt
+    /// and state.
     pub fn decide(&self, decision: &Decision) -> Ruling {
         let standing = self.standing();
         match &decision.action {
             _ if standing != Standing::Damaged => self.record.decide(decision, self.lapses_in.unwrap_or_default()),
             _ if decision.seen != self.revision() => Ruling::Answer(DecisionAnswer::changed(standing)),
             Action::Forget => Ruling::Remove,
-            // The lease of a damaged record can't be read, and its holder can't write: to end the lease would mean to
-            // forget the record.
+            // The lease of a damaged record can't be read, and the holder of the lease can't write: ending the lease
+            // would mean forgetting the record.
             _ => Ruling::Answer(DecisionAnswer::Damaged),
         }
     }
@@ -254,8 +256,8 @@ impl Record {
     /// only one of two decisions about the same record. For the same reason a late write of the attempt can't be
     /// mistaken for a repetition of the decision.
     ///
-    /// If the same person repeats a decision, the decision finds the record that it made, and writes that record again.
-    /// The repetition gets the same answer as the first decision.
+    /// If the same person repeats a decision, the repetition finds the record that the first decision made, and writes
+    /// that record again. The repetition gets the same answer as the first decision.
     pub fn decide(&self, decision: &Decision, lapses_in: Duration) -> Ruling {
         let Decision { seen, action, by, reason, .. } = decision;
         let standing = self.standing(lapses_in);
@@ -319,9 +321,9 @@ impl Record {
         }
     }
 
-    /// Returns whether `decision` has been applied already: the record is in the state that the action leads to, and
-    /// was decided by the person of `decision`. The owner token of the record must be the successor of the token that
-    /// the person saw.
+    /// Returns whether `decision` has been applied already: the record is in the state to which the action leads, and
+    /// names the person of `decision` as the last to decide. The owner token of the record must be the successor of the
+    /// token that the person saw.
     fn is_made_by(&self, decision: &Decision) -> bool {
         let is_its_end = match &decision.action {
             Action::Reopen | Action::Discard => self.state == State::Released && self.attempts_used == 0,
@@ -479,7 +481,7 @@ mod tests {
             let refused = ruling == Ruling::Answer(DecisionAnswer::LiveLease { lapses_in });
             let live = record.is_pending() && !lapses_in.is_zero();
             assert_eq!(refused, live && decision.action != Action::BreakLease, "{record:?} {decision:?}");
-            // A lease that the operator saw lapsed, and that was renewed since then, is not broken either.
+            // A decision to break a lapsed lease does not break the lease if it was renewed since then.
             let lapsed = Decision { seen: seen(record, Duration::ZERO), ..decision.clone() };
             if live {
                 assert!(matches!(record.decide(&lapsed, lapses_in), Ruling::Answer(_)), "{record:?} {lapsed:?}");

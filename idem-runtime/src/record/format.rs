@@ -45,7 +45,7 @@ pub const IDENTITY_END: usize = 32;
 pub const START_BYTES: usize = 1024;
 /// Position of the byte with the flags.
 pub const FLAGS_AT: usize = 6;
-/// Flag that a waiting duplicate sets on a pending record. The write that ends the attempt then wakes the duplicate.
+/// Flag that a waiting duplicate sets on a pending record, so that the write that ends the attempt wakes the duplicate.
 pub const FLAG_WAITED_FOR: u8 = 1;
 const FLAG_ON_CRASH_FAIL: u8 = 2;
 const FLAG_FINGERPRINT: u8 = 4;
@@ -151,7 +151,7 @@ pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
     if !provenance.is_empty() {
         flags |= FLAG_PROVENANCE;
     }
-    // The last 16 bytes are the two times, which stay 0 here, because the store sets them.
+    // The last 16 bytes hold the two times. The times stay 0 here, because the store sets them.
     let mut header = [0; HEADER_BYTES];
     header[..4].copy_from_slice(MAGIC);
     header[4..8].copy_from_slice(&[VERSION, letter(&record.state), flags, tag]);
@@ -159,7 +159,7 @@ pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
     header[24..28].copy_from_slice(&record.attempt.to_be_bytes());
     header[28..IDENTITY_END].copy_from_slice(&record.attempts_used.to_be_bytes());
     out.extend_from_slice(&header);
-    // Each variable part is written only if the header announces it.
+    // An optional part is written only if the header announces it.
     if let Some(fingerprint) = &record.fingerprint {
         out.extend_from_slice(fingerprint.as_bytes());
     }
@@ -199,8 +199,8 @@ fn tag(payload: &StoredResult) -> u8 {
     match payload {
         StoredResult::Encoded { .. } => 1,
         StoredResult::TooLarge { .. } => 2,
-        // `Unreadable` and `LeftOut` are never written. `Unreadable` and `LeftOut` get the tag of unencodable results,
-        // so that a bug can't create a result.
+        // `Unreadable` and `LeftOut` are never written. They have the tag of unencodable results, so that a bug can't
+        // create a result.
         StoredResult::Unencodable | StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. } => 3,
     }
 }
@@ -226,8 +226,8 @@ pub fn decode(value: &Bytes) -> Result<Record, FormatError> {
     Ok(record)
 }
 
-/// Decodes like [`decode`], but consumes `value`: the result takes over its memory, without another reference count.
-/// From the provenance of a finished record only the trace is read, because a replay needs no more.
+/// Decodes like [`decode`], but consumes `value`: the result takes over the memory of `value`, without another
+/// reference count. From the provenance of a finished record only the trace is read, because a replay needs no more.
 #[cfg(feature = "redis")]
 pub(crate) fn decode_owned(mut value: Bytes) -> Result<Record, FormatError> {
     check(&value)?;

@@ -53,7 +53,7 @@ impl Inspection {
         Self { damage: Some(why.into()), ..Self::new(record, Duration::MAX, None) }
     }
 
-    /// Makes an inspection of a damaged record for a list, which reads no results. The revision of a damaged record is
+    /// Makes an inspection of a damaged record for a list. A list reads no results. The revision of a damaged record is
     /// a digest of all stored bytes, so the store must read the record again before a decision.
     #[allow(dead_code, reason = "for stores")]
     pub(crate) fn unexamined(why: &impl fmt::Display) -> Self {

@@ -28,7 +28,7 @@ pub struct Lease {
     pub ttl: Duration,
     /// Reaction to a crash of the attempt, after the lease has lapsed.
     pub on_crash: OnCrash,
-    /// Fingerprint in the record, if it has one.
+    /// Fingerprint in the record, if the record has a fingerprint.
     pub fingerprint: Option<Fingerprint>,
     /// Information for people, in addition to the standing of the operation.
     pub provenance: Provenance,
@@ -39,8 +39,8 @@ pub struct Lease {
 /// Number in a [`Lease`] that its store uses for its own purposes: up to 48 bits, 0 by default.
 ///
 /// A store sets the mark in the lease that its `reserve` returns, and receives the mark with every later call for that
-/// attempt. The engine sets the mark back to 0 when a later write has changed the record before the body begins.
-/// Comparisons ignore the mark: a lease with a mark equals the same lease without one.
+/// attempt. The engine sets the mark back to 0 if a write between the reservation and the start of the body has changed
+/// the record. Comparisons ignore the mark: a lease with a mark equals the same lease without one.
 ///
 /// ```
 /// use idem_runtime::store::LeaseMark;

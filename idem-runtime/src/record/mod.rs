@@ -46,8 +46,7 @@ use crate::policy::OnCrash;
 pub struct Record {
     /// Owner token of the attempt, or of the decision, that wrote the record last.
     pub owner: OwnerToken,
-    /// Number of the latest attempt, which is the fencing token. The number strictly increases while the record is
-    /// retained.
+    /// Number of the latest attempt: the fencing token. The number strictly increases while the record is retained.
     pub attempt: u32,
     /// Number of attempts that count against `max_attempts`. An attempt whose body certainly did not begin does not
     /// count.
@@ -56,7 +55,9 @@ pub struct Record {
     pub fingerprint: Option<Fingerprint>,
     /// State of the operation.
     pub state: State,
-    /// Information for people, such as the latest holder of the key. No decision depends on a provenance.
+    /// Information for people, such as the latest holder of the key. Only the limit
+    /// [`max_reconciliations`](crate::Policy::max_reconciliations) and the check for a repeated decision depend on a
+    /// provenance.
     pub provenance: Provenance,
 }
 
@@ -72,19 +73,22 @@ pub enum State {
         ttl: Duration,
         /// Reaction to a crash of the attempt, after the lease has lapsed.
         on_crash: OnCrash,
-        /// True if the record is marked as begun ([`Store::begin`](crate::Store::begin)). An attempt whose lease lapses
-        /// without the mark is neither counted nor interrupted.
+        /// True if the record is marked as begun ([`Store::begin`](crate::Store::begin)). If the lease of an attempt
+        /// lapses without the mark, the attempt does not count against `max_attempts`, and its `on_crash = fail` does
+        /// not interrupt the key.
         begun: bool,
     },
     /// The latest attempt ended without a recorded result, and the next attempt may run. The record is kept so that
     /// attempts are counted and fencing tokens never repeat.
     Released,
-    /// A body started and did not return, under [`OnCrash::Fail`]. No attempt may run until an operator decides.
+    /// The effect of a body is in doubt: the body started and did not return under [`OnCrash::Fail`], or returned an
+    /// [uncertain](crate::OnError::Uncertain) error. No body may run until a reconciler or an operator settles the
+    /// doubt.
     Interrupted,
     /// The body succeeded. A completed record never changes within the retention, except by an operator's decision.
     Completed(StoredResult),
-    /// The body returned an error, which is replayed. A failed record never changes within the retention, except by an
-    /// operator's decision.
+    /// The body returned an error, and duplicates get the recorded error. A failed record never changes within the
+    /// retention, except by an operator's decision.
     Failed(StoredResult),
 }
 
@@ -99,7 +103,7 @@ pub enum StoredResult {
         /// Bytes that the codec wrote.
         bytes: Bytes,
     },
-    /// The encoded result was larger than the policy allows.
+    /// The encoded result was larger than the policy or the store allows.
     TooLarge {
         /// Size of the result in bytes.
         size: u64,

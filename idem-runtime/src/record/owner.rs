@@ -21,8 +21,8 @@ impl OwnerToken {
         &self.0
     }
 
-    /// Returns the successor of this token, for the record that a decision makes. No attempt has the successor as its
-    /// token, so the earlier attempt can't write any more.
+    /// Returns the successor of this token, for the record that a decision makes. No attempt has this successor as its
+    /// token, so the attempt with the earlier token can't write any more.
     pub(super) fn succeeded(self) -> Self {
         Self(u128::from_be_bytes(self.0).wrapping_add(Self::DECISION).to_be_bytes())
     }
@@ -49,7 +49,7 @@ impl OwnerToken {
         tag
     }
 
-    /// Returns a seed for the pauses of an attempt, which should differ between attempts.
+    /// Returns a seed for the pauses of an attempt, so that different attempts have different pauses.
     pub(crate) fn seed(&self) -> u64 {
         self.0.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes))
     }
@@ -66,8 +66,8 @@ impl fmt::Debug for OwnerToken {
 /// Source of unique owner tokens in one process, for records that no other process sees.
 ///
 /// The tokens are a Weyl sequence from a random start, and unique within one `Owners` value. The probability that two
-/// values make the same token is the number of tokens divided by 2^128. After a `fork()`, and in copies of a virtual
-/// machine, the sequence repeats. So records that other processes see need random tokens
+/// `Owners` values make the same token is the number of tokens divided by 2^128. After a `fork()`, and in copies of a
+/// virtual machine, the sequence repeats. So records that other processes see need random tokens
 /// ([`StoreContext::new`](crate::store::StoreContext::new)).
 #[derive(Debug)]
 pub(crate) struct Owners {

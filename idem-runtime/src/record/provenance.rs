@@ -1,4 +1,4 @@
-//! Provenance of a record: information for people that no decision depends on.
+//! Provenance of a record: information for people.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -75,8 +75,8 @@ pub(crate) fn here(name: &str) -> Holder<'static> {
 }
 
 fn written_here(name: &str) -> String {
-    /// Length of the longest host name in Linux. A longer limit is not needed, and a shorter limit could cut off the
-    /// end of a pod's name, which identifies the pod.
+    /// Length of the longest host name in Linux. A longer limit is not needed. A shorter limit could cut off the end of
+    /// a pod's name, the part that distinguishes pods.
     const HOST: usize = 64;
     static NAME: SharedOnce<String> = SharedOnce::new();
     let mut text = bounded(&NAME.get_or_init(host).replace('/', "-"), HOST).into_owned();
@@ -144,8 +144,8 @@ impl Traceparent {
     }
 }
 
-/// Parses the text of a header. A header of a later version may be longer: then only the part that all versions share
-/// is kept.
+/// Parses the text of a header. A header of a later version can be longer; the parser keeps only the part that all
+/// versions share.
 impl FromStr for Traceparent {
     type Err = TraceparentError;
 
@@ -194,7 +194,8 @@ impl fmt::Display for TraceparentError {
 impl std::error::Error for TraceparentError {}
 
 /// Information in a record for people: the latest holder, the trace of its run, and the operator and reason of the last
-/// decision. No decision depends on a provenance.
+/// decision. Only the limit [`max_reconciliations`](crate::Policy::max_reconciliations) and the check for a repeated
+/// decision depend on a provenance.
 #[derive(Clone, Default)]
 pub struct Provenance(SmallValue);
 
@@ -205,8 +206,8 @@ enum SmallValue {
     Nothing,
     /// The provenance has only a holder, which is a store handle of this process.
     Held(&'static str),
-    /// All four texts in the written form of a record; at least one text is not empty. A copy of the bytes that were
-    /// read, in one allocation.
+    /// All four texts in the written form of a record; at least one text is not empty. The bytes are a copy, in one
+    /// allocation.
     Told(Arc<[u8]>),
 }
 
@@ -302,8 +303,8 @@ impl Provenance {
         (sound && !is_empty).then(|| (Self(SmallValue::Told(written.into())), rest))
     }
 
-    /// Reads only the trace of a provenance that [`write`](Self::write) wrote, and does not check the other texts: a
-    /// replay needs no more.
+    /// Reads only the trace of a provenance that [`write`](Self::write) wrote, and does not check the other texts,
+    /// because a replay needs only the trace.
     #[cfg(feature = "redis")]
     pub(super) fn read_trace(bytes: &[u8]) -> Option<(Self, &[u8])> {
         let (texts, rest) = split_bytes(bytes)?;
@@ -342,8 +343,8 @@ impl Provenance {
         Self::of_texts([holder, traceparent, by, reason])
     }
 
-    /// Returns the provenance for a record that replaces a record with the provenance `before`. Operator and reason are
-    /// those of `before`.
+    /// Returns the provenance for a record that replaces a record with the provenance `before`. The returned provenance
+    /// keeps the operator and the reason of `before`.
     pub(super) fn after(&self, before: &Self) -> Self {
         let (by, reason) = (before.decided_by(), before.decided_reason());
         match (by, reason) {

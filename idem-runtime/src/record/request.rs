@@ -137,7 +137,7 @@ pub enum Release {
     Returned,
     /// The body never started, so the attempt does not count against `max_attempts`.
     NotStarted,
-    /// The body started and did not return, and no further attempt may run.
+    /// The effect of the body is in doubt, and no further attempt may run its body before the doubt is settled.
     Interrupted,
 }
 

@@ -34,7 +34,7 @@ pub enum Reservation {
     #[non_exhaustive]
     Finished {
         /// Finished record. The store must return the trace in the record's provenance, but may leave out the other
-        /// parts of the provenance, which [`inspect`](crate::Store::inspect) returns.
+        /// parts of the provenance, because [`inspect`](crate::Store::inspect) returns them.
         record: Record,
         /// Age of the record: the time since its attempt began. A store that does not know that time reports the time
         /// since the attempt ended. `None` if the store reports no age. No decision depends on the age.
@@ -45,12 +45,12 @@ pub enum Reservation {
         /// Number of the latest attempt.
         attempt: u32,
     },
-    /// A body started and did not return, and no further attempt may run.
+    /// The effect of an earlier attempt is in doubt, and no further body may run until the doubt is settled.
     Interrupted {
         /// Number of the interrupted attempt.
         attempt: u32,
     },
-    /// As many attempts as `max_attempts` allows have begun.
+    /// All attempts that `max_attempts` allows have begun, and no further attempt may run.
     AttemptsExhausted {
         /// Number of attempts that have begun.
         attempts: u32,

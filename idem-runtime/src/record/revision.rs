@@ -1,4 +1,4 @@
-//! Revisions: names of a record in the version that a person saw.
+//! Revisions: names for the version of a record that a person saw.
 
 use std::error::Error;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 use super::standing::Standing;
 
-/// Name of a record in the version that a person saw. A [`Decision`](crate::store::Decision) names a revision, and is
+/// Name for the version of a record that a person saw. A [`Decision`](crate::store::Decision) names a revision, and is
 /// refused once the record has changed.
 ///
 /// A revision holds the number of the latest attempt, the standing of the operation, and a mark that each attempt and

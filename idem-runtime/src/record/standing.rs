@@ -13,11 +13,11 @@ pub enum Standing {
     Lapsed,
     /// The latest attempt ended without a result, and the next attempt may run.
     Released,
-    /// A body started and did not return. No attempt may run until an operator decides.
+    /// The effect of a body is in doubt. No body may run until a reconciler or an operator settles the doubt.
     Interrupted,
     /// The body succeeded.
     Completed,
-    /// The body returned an error, which is replayed.
+    /// The body returned an error, and duplicates get the recorded error.
     Failed,
     /// The record can't be read, so every delivery fails until an operator forgets the record.
     Damaged,
