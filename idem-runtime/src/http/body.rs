@@ -111,14 +111,14 @@ struct ArrivalTimer {
 }
 
 impl ArrivalTimer {
-    /// Returns whether the time is over. If not, the task is woken at the end of the time.
+    /// Returns whether the time is over. If time is left, the task is woken when the time is over.
     fn is_over(&mut self, cx: &mut Context<'_>) -> bool {
         let Self { clock, left, wait } = self;
         let (_, end) = wait.get_or_insert_with(|| (clock.now(), clock.sleep(*left)));
         end.as_mut().poll(cx).is_ready()
     }
 
-    /// Notes that data has arrived, which ends the present wait.
+    /// Ends the present wait, because data has arrived.
     fn arrived(&mut self) {
         if let Some((since, _)) = self.wait.take() {
             self.left = self.left.saturating_sub(self.clock.now().saturating_since(since));
@@ -196,7 +196,7 @@ impl StreamCheck {
     }
 }
 
-/// The next frame of a body, or the error that ends it.
+/// The next frame of a body, or the error that ends the body.
 type BodyFrame = Result<Frame<Bytes>, BoxError>;
 
 impl<B> RequestBody<B> {

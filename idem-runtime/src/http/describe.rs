@@ -1,4 +1,4 @@
-//! The contract for clients, which the draft of the IETF asks servers to publish.
+//! The contract for clients. The draft of the IETF asks servers to publish this contract.
 
 use std::fmt::{self, Write as _};
 
@@ -154,7 +154,7 @@ fn operation(settings: &Settings, problems: &[(ProblemKind, u16)]) -> Value {
         if has_retry_after(*kind) {
             response["headers"]["Retry-After"] = reference("headers", "RetryAfter");
         }
-        // With a hook, the body of a problem is unknown, so it gets no example.
+        // With a hook, the body of a problem is unknown, so the problem gets no example.
         if settings.on_problem.is_none()
             && let Some((content_type, body)) = example(settings, *kind, *status)
         {

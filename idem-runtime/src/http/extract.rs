@@ -47,7 +47,7 @@ fn rejection(problem: KeyFieldProblem) -> KeyRejection {
 }
 
 /// Extracts the key that the layer around the handler read. Without a layer, the key is read from the field
-/// `Idempotency-Key`, so that a handler can use it in its attribute: `#[idempotent(key = "{key.0}", …)]`.
+/// `Idempotency-Key`, so that a handler can use the key in its attribute: `#[idempotent(key = "{key.0}", …)]`.
 impl<S: Send + Sync> FromRequestParts<S> for IdempotencyKey {
     type Rejection = KeyRejection;
 

@@ -19,13 +19,14 @@ const MAX_CALLER_BYTES: usize = 64;
 const SCOPE: &str = "http";
 
 /// Returns the key under which the layer records a request, so that the record can be looked up:
-/// `<method> <route>:<caller>:<the client's key>`, in the `scope` of the layer, or in `http` if it has none.
+/// `<method> <route>:<caller>:<the client's key>`, in the `scope` of the layer, or in `http` if the layer has no scope.
 ///
 /// Under a profile that compares JSON, `route` is the path of the request. Under other profiles, `route` is the
-/// template of an axum route, without the names of its parameters (`/payments/{}`, `/files/{*}`), or empty if the layer
-/// has a scope or the template is not known. With [`separate_hosts`](super::IdempotencyLayer::separate_hosts) the host
-/// precedes the route: `api.example.com/payments/{}`. If `route` or `caller` is empty, its part of the key is empty.
-/// The client's `key` is written without the quotes that its header may have.
+/// template of an axum route, without the names of its parameters (`/payments/{}`, `/files/{*}`). Under these profiles,
+/// `route` is empty if the layer has a scope, or if the template is not known. With
+/// [`separate_hosts`](super::IdempotencyLayer::separate_hosts) the host precedes the route:
+/// `api.example.com/payments/{}`. If `route` or `caller` is empty, its part of the key is empty. The client's `key` is
+/// written without the quotes that its header may have.
 ///
 /// # Errors
 /// [`KeyError`] if the scope is invalid, the key is blank, or the result is too long.
@@ -73,7 +74,7 @@ pub(super) fn unnamed(template: &str) -> Cow<'_, str> {
                 route.push_str(if parameter.starts_with("{*") { "{*}" } else { "{}" });
                 &parameter[end + 1..]
             }
-            // Does not happen, because a template of axum closes its braces.
+            // This case does not happen, because a template of axum closes its braces.
             (None, None) => {
                 route.push_str(parameter);
                 ""
@@ -84,7 +85,7 @@ pub(super) fn unnamed(template: &str) -> Cow<'_, str> {
 }
 
 /// Returns the host that a request names, in lower case and without a default port: the authority of its target, which
-/// is `:authority` in HTTP/2, or its only `Host` field.
+/// is `:authority` in HTTP/2, or the only `Host` field of the request.
 pub(super) fn host(target: &Uri, headers: &HeaderMap) -> Option<String> {
     let field;
     let authority = match target.authority() {
@@ -105,8 +106,8 @@ pub(super) fn host(target: &Uri, headers: &HeaderMap) -> Option<String> {
     }
 }
 
-/// Returns `text`; or `#` and the hash of `text`, if `text` is longer than `limit` or could be mistaken for such a
-/// hash, because it starts with `#`.
+/// Returns `text`, or `#` and the hash of `text`. The hash is returned if `text` is longer than `limit`, or starts with
+/// `#` and so could be mistaken for a hash.
 fn bounded(text: &str, limit: usize) -> Cow<'_, str> {
     match text.len() > limit || text.starts_with('#') {
         true => Cow::Owned(format!("#{}", hex(&Sha256::digest(text.as_bytes())))),
@@ -136,7 +137,7 @@ pub(super) struct Payload<'a> {
 /// Path and query of a request.
 pub(super) type Target<'a> = (&'a str, Option<&'a str>);
 
-/// Hash of a body, which enters the fingerprint in place of the body.
+/// Hash that enters the fingerprint in place of a body.
 #[derive(Serialize)]
 pub(super) enum BodyPrint {
     /// The SHA-256 of the body's bytes.
@@ -154,8 +155,8 @@ impl BodyPrint {
         Self::Sha256(hex(&Sha256::digest(bytes)))
     }
 
-    /// Makes the print of `bytes`, or of the `chosen` members, by their meaning as JSON. If `bytes` are not JSON, the
-    /// print is the hash of the bytes.
+    /// Makes the print of `bytes`, or of their `chosen` members, from their meaning as JSON. If `bytes` are not JSON,
+    /// the print is the hash of the bytes.
     ///
     /// # Errors
     /// The body nests too deep, or an object has two members of one name.
@@ -168,7 +169,8 @@ impl BodyPrint {
     }
 }
 
-/// Returns the fingerprint of a body that is compared as JSON; `None` if the body is refused. For the fuzzer.
+/// Returns the fingerprint of a body that is compared as JSON; `None` if the body is refused. The fuzzer calls this
+/// function.
 #[cfg(feature = "conformance")]
 #[doc(hidden)]
 pub fn json_fingerprint(body: &[u8]) -> Option<Fingerprint> {

@@ -14,9 +14,9 @@
 //! | an object whose members take more than 32 bytes | `h`, SHA-256 of these members |
 //!
 //! UTF-8 contains neither `FE` nor `FF`, so different values have different forms. An escaped surrogate without its
-//! other half is written as the three bytes that UTF-8 would give it, so it differs from every other text. At the end
-//! of a long object its hash replaces its members, so the form is not much longer than the body, no matter how deep the
-//! body nests.
+//! other half is written as the three bytes to which UTF-8 would encode it, so it differs from every other text. At the
+//! end of a long object its hash replaces its members, so the form is not much longer than the body, no matter how deep
+//! the body nests.
 
 use sha2::{Digest, Sha256};
 
@@ -56,7 +56,7 @@ pub(super) enum JsonDefect {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct JsonMembers {
     names: Vec<String>,
-    /// True if only the members with these names are compared, false if all other members are.
+    /// True if only the members with these names are compared; false if all members except these are compared.
     are_chosen: bool,
 }
 
@@ -66,7 +66,7 @@ impl JsonMembers {
         Self { names: names.into_iter().map(Into::into).collect(), are_chosen: true }
     }
 
-    /// Compares all members of the body's object except these, which may differ.
+    /// Compares all members of the body's object except these members, which may differ.
     pub fn without<T: Into<String>>(names: impl IntoIterator<Item = T>) -> Self {
         Self { names: names.into_iter().map(Into::into).collect(), are_chosen: false }
     }
@@ -75,8 +75,7 @@ impl JsonMembers {
         self.names.iter().any(|it| it.as_bytes() == name) == self.are_chosen
     }
 
-    /// Returns words for these members, for the description of the API that clients read: which parts of the body a
-    /// retry must repeat.
+    /// Describes the parts of the body that a retry must repeat, for the description of the API that clients read.
     pub(super) fn words(&self) -> String {
         let names: Vec<_> = self.names.iter().map(|name| format!("`{name}`")).collect();
         let names = names.join(", ");
@@ -150,7 +149,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Reads a value, but only the beginning of an array or object. Returns whether a first element or member follows.
+    /// Reads a value; of an array or object, reads only the beginning. Returns whether a first element or member
+    /// follows.
     fn opens_value(&mut self) -> Result<bool, JsonDefect> {
         match self.peek().ok_or(JsonDefect::NotJson)? {
             b'{' => return self.opens_object(),
@@ -199,8 +199,8 @@ impl<'a> Reader<'a> {
         Ok(true)
     }
 
-    /// Reads the character after a value. Returns whether this character ends the container. A container is itself a
-    /// value, which has then ended.
+    /// Reads the character after a value. Returns whether this character ends the container. The end of a container is
+    /// also the end of a value in the container around it.
     fn ends_container(&mut self) -> Result<bool, JsonDefect> {
         let Some(&container) = self.open.last() else { return Ok(false) };
         match (container, self.peek().ok_or(JsonDefect::NotJson)?) {
@@ -308,7 +308,7 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// Reads a text, and writes its characters and their end.
+    /// Reads a text. Writes its characters, and the byte that ends a text.
     fn text(&mut self) -> Result<(), JsonDefect> {
         self.take(1);
         loop {

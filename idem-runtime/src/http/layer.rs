@@ -33,6 +33,39 @@ use crate::store::{Store, StoreExt};
 ///
 /// Clones share their requests in flight, so one clone can [`drain`](IdempotencyLayer::drain) them all.
 #[derive(Clone)]
+///
+/// ```
+/// # #[cfg(all(feature = "axum", feature = "memory"))] {
+/// # use std::time::Duration;
+/// use axum::body::Body;
+/// use axum::http::Request;
+/// use axum::{Router, routing::post};
+/// use idem_runtime::http::{Caller, IdempotencyLayer};
+/// use idem_runtime::{MemoryStore, Policy};
+/// use tower_service::Service;
+///
+/// async fn pay(body: String) -> String {
+///     format!("{body} cents are paid")
+/// }
+///
+/// const PAYMENTS: Policy = Policy::new(Duration::from_secs(24 * 3600));
+///
+/// let caller = Caller::by(|request| Some(request.headers.get("x-customer")?.to_str().ok()?.to_owned()));
+/// let layer = IdempotencyLayer::new(&MemoryStore::new(), PAYMENTS, caller).max_body_bytes(64 * 1024);
+/// let mut app: Router = Router::new().route("/payments", post(pay)).layer(layer);
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+/// let mut send = async |key: &str, body: &'static str| {
+///     let request = Request::post("/payments").header("x-customer", "alice").header("idempotency-key", key);
+///     Service::call(&mut app, request.body(Body::from(body)).unwrap()).await.unwrap()
+/// };
+/// assert!(!send("order-1", "500").await.headers().contains_key("idempotent-replayed"));
+/// assert_eq!(send("order-1", "500").await.headers()["idempotent-replayed"], "true");
+/// // Another payload under the same key.
+/// assert_eq!(send("order-1", "900").await.status(), 422);
+/// # });
+/// # }
+/// ```
 pub struct IdempotencyLayer(pub(super) Arc<Settings>);
 
 impl IdempotencyLayer {
@@ -43,7 +76,7 @@ impl IdempotencyLayer {
     /// Limit of keys in flight (default: 1024).
     pub const DEFAULT_MAX_IN_FLIGHT: u32 = 1024;
 
-    /// Creates a layer by the rules of [`Profile::ietf`], for POST and PATCH, that records in `store`.
+    /// Creates a layer that records in `store`. The layer covers POST and PATCH, by the rules of [`Profile::ietf`].
     ///
     /// The policy's [`missing_key`](Policy::missing_key) decides whether a key is required (default) or optional.
     ///
@@ -107,7 +140,8 @@ impl IdempotencyLayer {
 
     /// Sets the scope of the keys of this layer (default: the route's template): routes with one scope share their
     /// keys. Without a scope, and without a known template (that is, without axum), all routes share their keys. If all
-    /// routes share their keys, the layer refuses a key that was used on another path, as another request.
+    /// routes share their keys, the layer refuses a request whose key was used on another path: the layer treats it as
+    /// another request under a used key.
     ///
     /// # Panics
     /// If the scope has more than 200 bytes, is empty, or holds a `/` or a control character.
@@ -156,7 +190,7 @@ impl IdempotencyLayer {
         self.with(|it| it.header = header)
     }
 
-    /// Sets the form of keys: a key that `accepts` does not accept gets 400 (default: any printable text). `accepts`
+    /// Sets the form of keys: a request whose key `accepts` refuses gets 400 (default: any printable text). `accepts`
     /// gets the text of the key, without its quotes. The profile's [`min_key_chars`](super::Profile::min_key_chars) and
     /// the limit of 255 characters apply, too.
     ///
@@ -190,10 +224,10 @@ impl IdempotencyLayer {
     /// Compares only these members of a body that is a JSON object (default: the whole body), so that a retry may have
     /// another time stamp, for example. Members of inner objects can't be chosen alone.
     ///
-    /// All bodies are then compared [as JSON](super::Equality::Json), with its limits: a body that nests deeper than
-    /// 400 levels, or repeats a name, gets 400. A body that is no object is compared as a whole, and a body that is not
-    /// JSON by its bytes. A body never [streams](IdempotencyLayer::stream_digested). Path, query and headers are still
-    /// compared.
+    /// All bodies are then compared [as JSON](super::Equality::Json), under the limits of that comparison: a body that
+    /// nests deeper than 400 levels, or repeats a name, gets 400. A body that is no object is compared as a whole. A
+    /// body that is not JSON is compared by its bytes. A body never [streams](IdempotencyLayer::stream_digested). Path,
+    /// query and headers are still compared.
     ///
     /// A change of this setting changes fingerprints: a retry of a request from before the change gets 422.
     #[must_use]
@@ -217,9 +251,9 @@ impl IdempotencyLayer {
         self.with(|it| it.body_deadline = body_deadline)
     }
 
-    /// Streams a body to the handler if the body is too long to be read, or its length is not stated, and
-    /// `Content-Digest` has a `sha-256` (default: no; such a body gets 413). This digest then enters the fingerprint in
-    /// place of the body.
+    /// Streams a body to the handler if `Content-Digest` has a `sha-256`, and the body is too long to be read or its
+    /// length is not stated (default: no; the layer reads every body, and a body that is too long gets 413). The
+    /// `sha-256` then enters the fingerprint in place of the body.
     ///
     /// The digest, and a `sha-512` next to it, are checked while the body streams. If a digest does not match, the
     /// reader of the body gets an error, the client gets 400, and nothing is recorded. Effects that the handler had
@@ -260,8 +294,8 @@ impl IdempotencyLayer {
         self.with(|it| it.on_problem = Some(Arc::new(hook)))
     }
 
-    /// Sets the limit of keys in flight (default: 1024). A key is in flight from the start of reading the body of its
-    /// first request. A request with a further key gets 503.
+    /// Sets the limit of keys in flight (default: 1024). A key is in flight as soon as the layer begins to read the
+    /// body of its first request. Once the limit is reached, a request with another key gets 503.
     ///
     /// Concurrent requests with one key are one key in flight, because at most one of these requests runs its handler.
     /// The number of duplicates (requests in addition to the first request of a key) has the same limit. So the layer
@@ -273,8 +307,8 @@ impl IdempotencyLayer {
     }
 
     /// Sets the limit of requests in flight of one caller, including duplicates (default: a quarter of `max_in_flight`,
-    /// at least 1). A further request of this caller gets 429. This limit has no effect with [`Caller::single`], which
-    /// distinguishes no callers.
+    /// at least 1). Once the limit is reached, another request of this caller gets 429. This limit has no effect with
+    /// [`Caller::single`], which distinguishes no callers.
     #[must_use]
     pub fn max_in_flight_per_caller(self, max_in_flight: u32) -> Self {
         self.with(|it| it.tasks = Arc::new(it.tasks.with_caller_limit(max_in_flight)))

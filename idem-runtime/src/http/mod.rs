@@ -33,8 +33,8 @@
 //! - A client that hangs up cancels nothing: a handler that has begun runs to its end, in a task that
 //!   [`IdempotencyLayer::drain`] waits for.
 //! - The layer uses the engine of [`#[idempotent]`](macro@crate::idempotent): leases, takeovers, `on_crash`,
-//!   `max_attempts`, modes and every [`Store`](crate::Store) work alike, and [`current`](crate::current) gives the
-//!   handler its attempt.
+//!   `max_attempts`, modes and every [`Store`](crate::Store) work as they do under the attribute, and
+//!   [`current`](crate::current) gives the handler its attempt.
 //!
 //! Place the layer inside of compression, authentication and CORS, and outside of every layer on which the effect of
 //! the handler depends. Under `on_crash = fail` a time limit or a guard against panics inside of this layer interrupts

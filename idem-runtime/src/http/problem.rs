@@ -86,7 +86,7 @@ impl ProblemKind {
         self.about().0
     }
 
-    /// Returns the status that a response has unless the profile sets another status.
+    /// Returns the status of the response, unless the profile sets another status.
     pub const fn status(self) -> StatusCode {
         match self {
             Self::MissingKey | Self::InvalidKey | Self::InvalidBody | Self::DigestMismatch | Self::InvalidHost => {
@@ -368,7 +368,7 @@ impl Problem {
         Some((after.as_secs() + u64::from(after.subsec_nanos() > 0)).max(1))
     }
 
-    /// Returns the engine's error, for logs. The error names the key and the store, which clients should not see.
+    /// Returns the engine's error, for logs. Do not send this error to clients: the error names the key and the store.
     pub fn error(&self) -> Option<&Error> {
         self.error.as_deref()
     }

@@ -64,8 +64,8 @@ pub struct Profile {
     /// Methods of the requests that the layer covers, unless the layer sets [other
     /// methods](super::IdempotencyLayer::methods).
     pub methods: &'static [Method],
-    /// Ends of paths whose requests only read, whatever their method. Such requests pass, with or without a key. The
-    /// function [`covers`](super::IdempotencyLayer::covers), if set, decides in place of this list.
+    /// Suffixes of paths whose requests only read, with any method. Such requests pass to the handler, with or without
+    /// a key. The function [`covers`](super::IdempotencyLayer::covers), if set, decides in place of this list.
     pub reads: &'static [&'static str],
     /// True if every request of a covered method needs a key, regardless of the policy's `missing_key`.
     pub requires_key: bool,
@@ -82,8 +82,8 @@ pub struct Profile {
     pub min_ttl: Duration,
     /// Advised retention: a shorter `ttl` causes a warning.
     pub advised_ttl: Duration,
-    /// True if every response to a request with a key repeats the field that holds the key, as it was sent. Problems
-    /// and replays repeat the field, too.
+    /// True if every response to a request with a key repeats the field of the key as the client sent it. Problems and
+    /// replays repeat the field, too.
     pub echoes_key: bool,
     /// True if no handler may run while the store does not answer.
     pub fails_closed: bool,
@@ -132,8 +132,8 @@ impl Profile {
         }
     }
 
-    /// The Agentic Commerce Protocol: every request has a key, which every response repeats; bodies are compared as
-    /// JSON, and each path is a separate operation.
+    /// The Agentic Commerce Protocol: every request has a key, and every response repeats the key; bodies are compared
+    /// as JSON, and each path is a separate operation.
     pub const fn acp() -> Self {
         Self {
             name: "acp",
@@ -149,11 +149,11 @@ impl Profile {
 
     /// The Universal Commerce Protocol, by its text of 2026-08-22: POST and PUT need keys of 128 bits, except for the
     /// reads of the catalog; bodies are compared by their bytes, another request under a used key gets 409, and no
-    /// handler runs without its store.
+    /// handler runs while the store does not answer.
     pub const fn ucp() -> Self {
         Self {
             name: "ucp",
-            // PATCH is not in the protocol; PATCH requests are protected, as by all other profiles.
+            // The protocol has no PATCH. This profile protects PATCH requests nevertheless, like all other profiles.
             methods: &[Method::POST, Method::PUT, Method::PATCH],
             reads: &["/catalog/search", "/catalog/lookup", "/catalog/product"],
             requires_key: true,

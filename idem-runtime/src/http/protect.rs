@@ -1,7 +1,7 @@
 //! Takes a request through the layer: checks the request, runs its handler, and records the response.
 //!
-//! The checks are, in order: method, key, caller, length, body, fingerprint. Then one call of the engine follows, whose
-//! body is the handler.
+//! The checks are, in order: method, key, caller, length, body, fingerprint. Then the layer makes one call of the
+//! engine. The body of this call is the handler.
 
 use std::borrow::Cow;
 use std::future::poll_fn;
@@ -76,7 +76,7 @@ pub(super) struct PreparedRequest {
     pub(super) claim: Option<Arc<DigestClaim>>,
     /// Origin of an error that is returned in place of a response.
     pub(super) on_error: ErrorOrigin,
-    /// Guard that counts the request as in flight; `None` if the limit was reached in shadow mode, which
+    /// Guard that counts the request as in flight; `None` if the limit was reached in shadow mode, because shadow mode
     /// refuses no request.
     pub(super) place: Option<Place>,
 }
@@ -104,7 +104,7 @@ pub(super) struct Refusal {
 /// A request with a key.
 pub(super) struct KeyedRequest {
     key: Key,
-    /// The caller, whose requests are counted; `None` if the layer distinguishes no callers.
+    /// The caller, to count the requests of each caller; `None` if the layer distinguishes no callers.
     caller: Option<Arc<str>>,
     name: IdempotencyKey,
     /// Header field of the key, if the responses repeat this field.
@@ -112,8 +112,8 @@ pub(super) struct KeyedRequest {
     method: Method,
     protocol: ClientProtocol,
     digests: Digests,
-    /// Digest of a body that is streamed to the handler, which enters the fingerprint in place of the body; `None` if
-    /// the layer reads the body first.
+    /// Digest that enters the fingerprint in place of a body that streams to the handler; `None` if the layer reads the
+    /// body first.
     streams: Option<[u8; 32]>,
     /// Trace context of the request. Boxed: most requests have no trace.
     traceparent: Option<Box<Traceparent>>,
@@ -128,8 +128,8 @@ impl KeyedRequest {
         self.refusal(Problem::new(ProblemKind::Busy).retry_after(SOON))
     }
 
-    /// Builds the head for the handler. Moves the client's key into the extensions of the head. Also stores the key
-    /// that this layer has reserved in the extensions, where inner layers find it.
+    /// Builds the head for the handler. Moves the client's key into the extensions of the head. The extensions also get
+    /// the key that this layer reserves, for inner layers.
     pub(super) fn mark(&mut self, mut head: Parts) -> Parts {
         let covered = OuterKeys { key: self.key.clone(), outer: None };
         if let Some(outer) = head.extensions.insert(covered)
@@ -255,7 +255,7 @@ impl Settings {
         }
     }
 
-    /// Returns the part of the target that enters the fingerprint.
+    /// Returns the part of the target that enters the fingerprint; `None` under a profile that compares JSON.
     fn target<'a>(&self, head: &'a Parts) -> Option<Target<'a>> {
         match self.profile.equality {
             Equality::Json => None,
@@ -303,8 +303,8 @@ impl Settings {
         self.policy.current_mode() == Mode::Shadow
     }
 
-    /// Adds a request to the requests in flight until the returned place is dropped. Returns `None` in shadow mode if a
-    /// limit is reached.
+    /// Counts a request as in flight until the returned place is dropped. Returns `None` if a limit is reached in
+    /// shadow mode.
     ///
     /// # Errors
     /// A limit is reached.
@@ -356,8 +356,8 @@ impl Settings {
     /// Runs `handler` once for the key of the request, or answers without running it. Records the response before
     /// returning it. The request is in flight until the returned future is dropped.
     ///
-    /// This is no `async fn`, and no statement here moves an argument: an `async fn` stores a moved argument twice, and
-    /// the arguments make up most of the size of the future.
+    /// This function is no `async fn`, and none of its statements moves an argument: an `async fn` stores a moved
+    /// argument twice, and the arguments make up most of the size of the future.
     pub(super) fn run<S, F, H, R, E>(
         settings: S,
         request: PreparedRequest,
@@ -461,7 +461,7 @@ impl Settings {
                 };
                 self.refuse(asked.refusal(Problem::of(error).retry_within(limit)))
             }
-            // Does not happen: a body that has returned has stored its answer.
+            // This case does not happen: a body that has returned has stored its answer.
             (Ok(Recordable::Ran(_)) | Err(NotRecorded::Freed(_) | NotRecorded::Forgotten), None) => {
                 self.refuse(asked.refusal(Problem::new(ProblemKind::Misconfigured)))
             }
@@ -474,7 +474,7 @@ impl Settings {
     }
 
     /// Removes the released record of `key` with its fingerprint, unless another attempt has begun. If the store fails,
-    /// the record stays, and another payload is refused.
+    /// the record stays, and a request with another payload is refused.
     async fn forget(&self, key: &Key) {
         let store = &*self.store;
         let removing = async {
@@ -581,7 +581,7 @@ impl Settings {
         }
     }
 
-    /// Returns the release for a run that was cut off, by the policy's `on_crash`.
+    /// Returns the release that the policy's `on_crash` requires for a run that was cut off.
     fn cut_off(&self) -> Release {
         match self.policy.on_crash {
             OnCrash::Retry => Release::Returned,

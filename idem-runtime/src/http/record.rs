@@ -1,4 +1,4 @@
-//! Encodes responses as the bytes of a record, without the headers that no replay repeats.
+//! Encodes responses as the bytes of a record, without the headers that a replay must not repeat.
 //!
 //! The written form of version 1 (codec `http1`), with numbers in big-endian order:
 //!
@@ -32,8 +32,8 @@ const ADDED: usize = 2;
 const HEAD_BYTES: usize = 8;
 const FIELD_BYTES: usize = 6;
 
-/// Names of headers that are valid only in one exchange, one connection or one session, so that no replay repeats them.
-/// Sorted.
+/// Names of headers that are valid only in one exchange, one connection or one session, so a replay must not repeat
+/// them. The list is sorted.
 const NEVER: &[&str] = &[
     "age",
     "alt-svc",
@@ -60,7 +60,7 @@ const NEVER: &[&str] = &[
     "www-authenticate",
 ];
 
-/// Name of the field with which the layer marks a response that is not recorded although its handler ran.
+/// Name of the field with which the layer marks a response that is not recorded, although the handler ran.
 pub(super) const RECORDED: HeaderName = HeaderName::from_static("idempotency-recorded");
 /// Name of the field with which the layer marks a response that no duplicate will get, although its operation is
 /// recorded.
@@ -97,9 +97,10 @@ pub(super) struct RecordedResponse {
 }
 
 /// Encodes a response as the layer records it. An operator who knows the right response to an interrupted request
-/// passes it to [`Resolution::completed`](crate::operator::Resolution), or to any other [`Finish::Completed`].
+/// encodes it with this function, and passes the result to [`Resolution::completed`](crate::operator::Resolution), or
+/// to any other [`Finish::Completed`].
 ///
-/// Headers that no replay repeats are left out (`Date`, `Set-Cookie`, headers of a connection). A replay sets
+/// Headers that a replay must not repeat are left out (`Date`, `Set-Cookie`, headers of a connection). A replay sets
 /// `Content-Length` to the length of the body. Returns `None` if a header is too large for the format.
 pub fn recorded_response(response: &Response<Bytes>) -> Option<StoredResult> {
     let (head, ()) = response_head(response).into_parts();

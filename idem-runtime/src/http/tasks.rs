@@ -20,10 +20,11 @@ use tracing::{Dispatch, Instrument, dispatcher};
 use crate::key::Key;
 use crate::sync::{Mutex, lock};
 
-/// The future of a handler, which [`IdempotencyLayer::carry`](super::IdempotencyLayer::carry) wraps.
+/// Future of a handler. [`IdempotencyLayer::carry`](super::IdempotencyLayer::carry) sets a function that wraps this
+/// future.
 pub type HandlerTask = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// Wraps the task of a handler, in the task of its request.
+/// Function that wraps the task of a handler. The layer calls the function in the task of the request.
 pub(super) type Carry = Arc<dyn Fn(HandlerTask) -> HandlerTask + Send + Sync>;
 
 /// The requests in flight.
@@ -73,7 +74,7 @@ pub(super) enum NoPlace {
     Caller,
 }
 
-/// Guard that counts a request as in flight. Dropped when the request is over.
+/// Guard that counts a request as in flight. The guard is dropped when the request is over.
 pub(super) struct Place {
     tasks: Arc<HandlerTasks>,
     key: Key,
@@ -108,12 +109,12 @@ impl HandlerTasks {
         }
     }
 
-    /// Returns handler tasks without requests, and with another limit.
+    /// Returns a new, empty `HandlerTasks` with this limit, and with the caller limit of `self`.
     pub(super) fn with_limit(&self, limit: u32) -> Self {
         Self::new(limit, self.caller_limit)
     }
 
-    /// Returns handler tasks without requests, and with another limit for each caller.
+    /// Returns a new, empty `HandlerTasks` with this limit for each caller, and with the limit of `self`.
     pub(super) fn with_caller_limit(&self, caller_limit: u32) -> Self {
         Self::new(self.limit, Some(caller_limit))
     }
@@ -123,7 +124,7 @@ impl HandlerTasks {
         self.caller_limit.unwrap_or((self.limit / 4).max(1))
     }
 
-    /// Adds a request to the requests in flight until the returned guard is dropped.
+    /// Counts a request as in flight until the returned guard is dropped.
     pub(super) fn enter(self: &Arc<Self>, key: &Key, caller: Option<&Arc<str>>) -> Result<Place, NoPlace> {
         let mut places = lock(&self.places);
         let is_duplicate = places.keys.contains_key(key);
@@ -148,7 +149,8 @@ impl HandlerTasks {
         lock(&self.places).is_draining = true;
         loop {
             let mut left = pin!(self.is_empty.notified());
-            // The notification is enabled before the count, so that the last request can't leave unnoticed in between.
+            // The notification is enabled before the requests are counted, so that the last request can't leave
+            // unnoticed in between.
             left.as_mut().enable();
             if self.count() == 0 {
                 return;
@@ -165,7 +167,7 @@ impl HandlerTasks {
     /// Adds the duration of a handler to the average.
     pub(super) fn took(&self, time: Duration) {
         let micros = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
-        // A concurrent update may be lost, because the average need not be exact.
+        // A concurrent update can get lost. This is harmless, because the average need not be exact.
         let usual = match self.usual.load(Ordering::Relaxed) {
             0 => micros,
             usual => usual - usual / 8 + micros / 8,
@@ -215,7 +217,7 @@ impl Gate {
     }
 }
 
-/// Error: the runtime ended before the handler did, or `carry` dropped its task.
+/// Error for a handler that did not end: the runtime shut down first, or `carry` dropped the task of the handler.
 pub(super) struct LostHandler;
 
 /// Polls `run` in the caller's task until its handler begins, and in a spawned task from then on. Dropping this future

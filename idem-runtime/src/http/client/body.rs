@@ -1,4 +1,4 @@
-//! The body of a response, which the layer has read in part or in full.
+//! The body of a response that the layer has read in part or in full.
 
 use std::collections::VecDeque;
 use std::fmt;

@@ -27,7 +27,8 @@ impl RetryBudget {
     pub const DEFAULT: Self = Self::new(20, 100);
 
     /// Allows retries for `percent` of the requests. `reserve` is the largest number of tokens in the bucket: the
-    /// retries that a quiet client, or the first seconds of an outage, may make. A reserve of 0 allows no retry.
+    /// number of retries that a client can make after a quiet time, or in the first moments of an outage. A reserve of
+    /// 0 allows no retry.
     pub const fn new(percent: u32, reserve: u32) -> Self {
         Self { percent, reserve }
     }
@@ -47,8 +48,7 @@ impl Default for RetryBudget {
 /// Number of units in a token. A bucket gains one unit each millisecond.
 const TOKEN: u64 = 1000;
 
-/// The tokens of a [`RetryBudget`]. The tokens are held in atomics, because the child of a fork could wait forever for
-/// a lock.
+/// The tokens of a [`RetryBudget`]. Atomics hold the tokens, because a forked child could wait forever for a lock.
 #[derive(Debug)]
 pub(super) struct TokenBucket {
     budget: RetryBudget,

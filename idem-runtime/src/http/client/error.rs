@@ -7,10 +7,10 @@ use http::{Method, Response, Uri};
 
 use super::key::CallKey;
 
-/// The limit that ended the tries of a request, although a further try might have got the answer.
+/// The limit that ended the tries of a request before it had a final response.
 ///
-/// If the last response was retryable, the layer returns it with this limit as an extension. The outcome of the
-/// operation is still open: send the request again later, with the same key.
+/// If the last response was retryable, the layer returns this response with the limit as an extension. The outcome of
+/// the operation is still open: send the request again later, with the same key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum RetryLimit {
@@ -48,8 +48,8 @@ pub enum RetryError<E> {
         uri: Uri,
     },
     /// The request has a [`CallName`](super::CallName), but the client runs outside of the handler's task, where there
-    /// is no attempt from which the key could derive. Nothing was sent. Use [`CallName::of`](super::CallName::of),
-    /// which contains the key.
+    /// is no attempt from which the key could derive. Nothing was sent. Use [`CallName::of`](super::CallName::of) to
+    /// make a name that contains the key.
     NoAttempt {
         /// The method of the request.
         method: Method,
@@ -115,7 +115,7 @@ impl<E> RetryError<E> {
         }
     }
 
-    /// Returns the limit that ended the tries; `None` if the layer would have made no further try even without a limit.
+    /// Returns the limit that ended the tries; `None` if no limit ended the tries.
     pub fn limit(&self) -> Option<RetryLimit> {
         match self {
             Self::Client { limit, .. } | Self::TimedOut { limit, .. } => *limit,
@@ -124,7 +124,7 @@ impl<E> RetryError<E> {
         }
     }
 
-    /// Returns the last response that the server gave to any try, with its body as far as it was read.
+    /// Returns the last response of the server to any try, with the part of its body that was read.
     pub fn last_response(&self) -> Option<&Response<Bytes>> {
         match self {
             Self::Client { last, .. } | Self::TimedOut { last, .. } => last.as_deref(),
@@ -134,8 +134,8 @@ impl<E> RetryError<E> {
     }
 
     /// Returns whether the request may have reached the server. False means that the request certainly has not reached
-    /// the server. Also returns true if the client was never ready for the request, because this error is a
-    /// [`Client`](Self::Client), too.
+    /// the server. The result is also true if the client was never ready for the request, because this case is a
+    /// [`Client`](Self::Client) error, too.
     pub fn was_sent(&self) -> bool {
         matches!(self, Self::Client { .. } | Self::TimedOut { .. } | Self::BrokenBody { .. })
     }

@@ -59,7 +59,7 @@
 //! The key of a request is the first of these that is present: the header field, the extension [`CallKey`], the
 //! extension [`CallName`], a random UUID. A random key protects only the tries of one request: an application that
 //! sends the request again gets a new key. [`RetryLayer::require_key`] refuses requests that would get a random key.
-//! Every response has the sent key as its extension [`CallKey`], and every error has the sent key in
+//! Every response has the sent key as its extension [`CallKey`], and an error of a request that was sent has the key in
 //! [`RetryError::key`].
 //!
 //! Inside of an idempotent handler a [`CallName`] takes the place of a stored key: the key derives from the handler's
@@ -75,8 +75,8 @@
 //! - without a response, or whose response took longer than [`RetryLayer::try_timeout`];
 //! - whose response breaks off, with any status: the application has no answer, although the server may have run the
 //!   request;
-//! - whose response has the status 408, 425, 429, 500, 502, 503 or 504, or 409 with `Retry-After`, which means that the
-//!   first try still runs;
+//! - whose response has the status 408, 425, 429, 500, 502, 503 or 504, or 409 with `Retry-After`, because the first
+//!   try still runs;
 //! - whose response has `Stripe-Should-Retry: true`. With `Stripe-Should-Retry: false` a response is final, with any
 //!   status.
 //!
@@ -85,8 +85,8 @@
 //! `Retry-After` may hold seconds or a date. The layer pauses as long as the server asks for, but at least for the
 //! [`Backoff`](crate::policy::Backoff). A random part of up to a quarter is added, so that clients don't return at the
 //! same time. A [`RetryBudget`] bounds all retries of a layer and its clones, so that retries do not multiply the load
-//! of an outage. A response that the layer would have retried has the extension [`RetryLimit`], with the limit that
-//! ended the tries.
+//! of an outage. If a limit ends the tries although the last response is retryable, this response has the limit as its
+//! extension [`RetryLimit`].
 //!
 //! # Bodies
 //!
@@ -102,7 +102,7 @@
 //! # Cancel safety
 //!
 //! A call that is dropped sends no further request. A request that was sent may still run on the server, but its answer
-//! is lost, and so is a random key of the layer: make the key yourself, or name the call.
+//! is lost. If the layer made a random key, the key is lost too: make the key yourself, or name the call.
 
 mod body;
 mod budget;

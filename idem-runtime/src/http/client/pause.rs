@@ -15,7 +15,7 @@ pub(super) fn before_retry(status: StatusCode, headers: &HeaderMap, wall: Durati
         Some(b"true") => true,
         Some(b"false") => false,
         _ => match status {
-            // A 409 without `Retry-After` has another cause, which a retry does not change.
+            // A 409 without `Retry-After` has another cause, and a retry does not change this cause.
             StatusCode::CONFLICT => asked.is_some(),
             _ => is_transient(status),
         },

@@ -75,7 +75,7 @@ where
     }
 }
 
-/// The state of a request that outlives a single try.
+/// The state of a request that all its tries share.
 struct RequestTries<S, B> {
     inner: S,
     settings: Arc<Settings>,
@@ -203,7 +203,8 @@ impl<S, B> RequestTries<S, B> {
             (TryEnd::BrokenBody(response, reason), Some(key), Some(limit)) => {
                 Err(RetryError::BrokenBody { reason, key, limit, last: read(response) })
             }
-            // Does not happen: without a limit the request has no key, and its body is not read.
+            // This case does not happen: without a limit the request has no key, and the body of its response is not
+            // read.
             (TryEnd::BrokenBody(response, _), ..) => Ok(response),
             (TryEnd::Failure(error), key, limit) => Err(RetryError::Client { error, key, limit, last }),
             (TryEnd::Timeout(response), key, limit) => {
@@ -213,8 +214,7 @@ impl<S, B> RequestTries<S, B> {
     }
 }
 
-/// Returns a response with the part of its body that was read. The unread part of the body is dropped, which frees the
-/// connection.
+/// Returns a response with the part of its body that was read. The drop of the unread part frees the connection.
 fn read<R: Body<Data = Bytes>>(response: Response<ReplyBody<R>>) -> Box<Response<Bytes>> {
     Box::new(response.map(ReplyBody::into_read))
 }
@@ -310,7 +310,7 @@ where
                 Some(Ok(pause)) => {
                     let earlier = tries.last.take();
                     tries.last = end.into_response().map(read).or(earlier);
-                    // The pause replaces the finished call, and so drops it, which frees the connection.
+                    // The pause replaces the finished call. The drop of this call frees the connection.
                     step.set(RetryStep::Pause { sleep: tries.settings.clock.sleep(pause) });
                 }
                 Some(Err(limit)) => return Poll::Ready(tries.result(end, Some(limit))),

@@ -23,7 +23,7 @@ pub(super) struct Settings {
     pub(super) max_pause: Duration,
     pub(super) max_body_bytes: usize,
     pub(super) backoff: Backoff,
-    /// The tokens for retries, which layers made from this layer share.
+    /// Tokens for retries. All layers made from this layer share the tokens.
     pub(super) bucket: Arc<TokenBucket>,
     pub(super) quoted: bool,
     pub(super) clock: Arc<dyn Clock>,
@@ -48,8 +48,8 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// Gives `request` a key if it needs one and has none. Returns the key of the request; `None` if the request needs
-    /// no key.
+    /// Gives `request` a key if the request needs a key and has no key. Returns the key of the request; `None` if the
+    /// request needs no key.
     pub(super) fn identify<B>(&self, request: &mut Request<B>) -> Result<Option<CallKey>, CallRefusal> {
         let invalid = |InvalidCallKey| CallRefusal::InvalidKey;
         if let Some(key) = CallKey::in_field(request.headers(), &self.header).map_err(invalid)? {
