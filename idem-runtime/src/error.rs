@@ -30,7 +30,8 @@ pub enum Disposition {
         after: Duration,
     },
     /// Set the message aside for an operator: no delivery of this message can succeed, or the broker does not deliver
-    /// the message again. The delivery may have returned `Ok` if it swallowed the error of a call.
+    /// the message again. A delivery that returned `Ok` also gets this disposition if it swallowed the permanent
+    /// refusal of a call.
     DeadLetter,
 }
 
@@ -112,8 +113,8 @@ pub enum Error {
         /// Fingerprints of both payloads, as far as they are known.
         payloads: Box<Mismatch>,
     },
-    /// An earlier run started and did not return, and `on_crash = fail` forbids another run. The body of this call did
-    /// not run.
+    /// The effect of an earlier run is in doubt: the run did not return under `on_crash = fail`, or returned an
+    /// [uncertain](crate::OnError::Uncertain) error. No other body may run. The body of this call did not run.
     #[non_exhaustive]
     Interrupted {
         /// Key of the operation.
@@ -136,8 +137,8 @@ pub enum Error {
     /// The lease lapsed while the body ran. The body was cancelled, or returned a result that was not recorded.
     ///
     /// Without a `source`, another attempt took over, or the record is gone. With a `source`, the store permanently
-    /// refused to renew the lease, or did not renew it for [`Policy::max_pause`](crate::Policy::max_pause). Another
-    /// attempt may have taken over in that case. The key is freed if the store accepts the release; otherwise another
+    /// refused to renew the lease, or did not renew it for [`Policy::max_pause`](crate::Policy::max_pause); another
+    /// attempt may have taken over meanwhile. The key is freed if the store accepts the release; otherwise another
     /// attempt can take over immediately. Under `on_crash = fail` the operation is interrupted.
     #[non_exhaustive]
     LeaseLost {
@@ -232,7 +233,7 @@ pub enum Error {
         /// Reason why there is no result.
         problem: ResultProblem,
     },
-    /// The store could not reserve the key, or did not confirm the lease when the body asked for it.
+    /// The store could not reserve the key, or did not confirm the lease when the body asked for a confirmation.
     #[non_exhaustive]
     Store {
         /// Key of the operation.
@@ -241,8 +242,8 @@ pub enum Error {
         store: &'static str,
         /// True if the body of the call had started.
         started: bool,
-        /// True if the key may be reserved for this call until its lease lapses, because a try may have taken effect or
-        /// the body had started. False if nothing was written.
+        /// True if the key may be reserved for this call until its lease lapses, because a failed request may still
+        /// have taken effect, or because the body had started. False if nothing was written.
         may_be_reserved: bool,
         /// Suggested time until the next delivery.
         retry_after: Duration,

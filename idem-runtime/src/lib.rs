@@ -29,19 +29,22 @@
 //! | keep a broker from delivering again while a handler runs | [`Observe::on_beat`](future::Observe::on_beat), [`Observe::delivery_limit`](future::Observe::delivery_limit), [`brokers`] |
 //! | make an effect safe to repeat | [`current`], [`Attempt::child_key`], [`Attempt::number`], [`Attempt::confirm_lease`] |
 //! | share settings between handlers, or switch the mode of a live consumer | [`Policy`], [`ModeSwitch`] |
-//! | keep records | [`MemoryStore`], and behind features `SqliteStore`, `RedisStore`, `PostgresStore`, `DynamoStore` |
-//! | record inside of your own transaction | `PostgresStore::within`, `SqliteStore::within` |
+//! | keep records | [`MemoryStore`], and behind features [`SqliteStore`], [`RedisStore`], [`PostgresStore`], [`DynamoStore`] |
+//! | record inside of your own transaction | [`within`]: `PostgresStore::within`, `SqliteStore::within`, `transact` |
 //! | return bytes | a `Vec<u8>` or a `Bytes` is recorded unencoded, see [`Json`]; [`PayloadDigest`](key::PayloadDigest) in place of a large payload |
-//! | choose the encoding of results | [`Codec`], [`Json`], `MessagePack` (feature `msgpack`), `Postcard` (feature `postcard`) |
+//! | choose the encoding of results | [`Codec`], [`Json`], [`MessagePack`] (feature `msgpack`), [`Postcard`] (feature `postcard`) |
 //! | change the return type of a handler | [`OnUndecodable`], [`Undecodable`] |
-//! | protect HTTP routes | `http::IdempotencyLayer` (features `http`, `axum`) |
-//! | wrap a store | `Cached`, `Compressed`, `Offloaded` (features of these names, in lower case) |
+//! | protect HTTP routes | [`http::IdempotencyLayer`] (features `http`, `axum`) |
+//! | send requests that are safe to retry | [`http::client::RetryLayer`] (feature `http-client`) |
+//! | protect a typed service of tower | [`tower::OperationLayer`] (feature `tower`) |
+//! | compare `ttl` with the broker, or commit offsets in order | [`brokers::Redelivery`], [`brokers::OffsetTracker`] |
+//! | wrap a store | [`Cached`], [`Compressed`], [`Offloaded`] (features of these names, in lower case) |
 //! | inspect a record, resolve an interrupted operation, or let it run again | [`StoreExt::operator`], [`operator`] |
 //! | monitor calls and stores: spans, counters, readiness | `tracing`, [`StoreExt::metrics`], [`StoreExt::health`], [`metrics`], [`KeyDisplay`] |
 //! | shut down | [`StoreExt::flush`] |
-//! | test your handlers: kills at each await, duplicates in flight | `testing` (feature `testing`) |
+//! | test your handlers: kills at each await, duplicates in flight | [`testing::explore`], [`testing::Explorer`], [`testing::FaultyStore`] (feature `testing`) |
 //! | test leases and retentions | [`ManualClock`](clock::ManualClock), [`MemoryStore::options`], [`MemoryStore::peer`] |
-//! | write a store | [`Store`] with [`store`] and [`record`], `conformance` (feature `conformance`) |
+//! | write a store | [`Store`] with [`store`] and [`record`], [`store_conformance!`] (feature `conformance`) |
 //!
 //! # Guarantees
 //!
@@ -49,9 +52,9 @@
 //! changes within its retention; a late attempt never touches the record of its successor; a failing store is never
 //! read as "no record".
 //!
-//! An effect of the body can still happen twice: a process may crash after the effect and before its record, or be
-//! paused for longer than its lease. [`Attempt::child_key`] is the same on every attempt, for APIs that have
-//! idempotency keys. `on_crash = fail` allows one run at most.
+//! An effect of the body can still happen twice: a process may crash after the effect and before the result is
+//! recorded, or be paused for longer than its lease. [`Attempt::child_key`] returns the same key on every attempt, for
+//! APIs that accept idempotency keys. `on_crash = fail` allows one run at most.
 //!
 //! # Features
 //!
@@ -72,15 +75,15 @@
 //! | `axum` | `http::IdempotencyLayer` in axum: route templates, nested routers, an extractor |
 //! | `http-client` | `http::client::RetryLayer`: sends keys with requests, and retries requests that are safe to retry |
 //! | `msgpack`, `postcard` | the codecs `MessagePack` and `Postcard` |
-//! | `with-tokio-postgres-0_7`, `with-sqlx-0_8`, `with-rusqlite-0_40` | `PostgresStore::within`, `SqliteStore::within`: records inside of your own transaction |
+//! | `with-tokio-postgres-0_7`, `with-sqlx-0_8`, `with-sqlx-0_9`, `with-rusqlite` | `PostgresStore::within`, `SqliteStore::within`: records inside of your own transaction |
 //! | `with-redis-1`, `with-deadpool-postgres-0_14` | `connect_with`, `connect_over`: stores on clients, connections and pools of your own |
 //! | `tower` | `tower::OperationLayer`, for typed services of tower |
 //! | `metrics` | exports the values of [`StoreExt::metrics`] through the facade `metrics` 0.24 |
 //! | `testing` | `testing::explore`, which kills your handler at each of its awaits, on simulated time |
 //! | `conformance` | the suite that every store passes, for authors of stores |
 //!
-//! A function that takes or returns a type of a driver has a feature named after the driver and its major version. The
-//! next major version of the driver will have a feature of its own. `DynamoStore` takes the client of
+//! A function that takes or returns a type of a driver needs a feature, which is named after the driver and its major
+//! version. The next major version of the driver will have a feature of its own. `DynamoStore` takes the client of
 //! `aws-sdk-dynamodb` 1, and `Offloaded` an object store of `object_store` 0.14.
 //!
 //! The library runs on tokio: tokio tasks renew leases and make late writes.

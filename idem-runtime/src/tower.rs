@@ -1,7 +1,7 @@
 //! A layer for services of tower: each request runs once for its key (feature `tower`).
 //!
-//! [`OperationLayer`] does for a typed [`Service`] what `#[idempotent]` does for a function. The response is recorded
-//! by the codec and replayed; an error frees the key.
+//! [`OperationLayer`] does for a typed [`Service`] what `#[idempotent]` does for a function. The layer records the
+//! response with a codec and replays it; an error frees the key.
 
 use std::fmt;
 use std::future::{Future, poll_fn};
@@ -34,8 +34,8 @@ use crate::sync::{Mutex, lock};
 /// - *Readiness* is the readiness of the inner service. A request holds this readiness (the permit of a concurrency
 ///   limit, for example) until its body runs. The request gives the readiness back if the answer is a replay, or when
 ///   the request starts to wait for another attempt. So a concurrency limit or a buffer inside of this layer counts
-///   bodies, and outside of this layer it counts all calls, including replays. A request that has waited and then runs
-///   the body first waits for the readiness of the service again, with its key reserved.
+///   bodies, and outside of this layer it counts all calls, including replays. If a request reserves the key after such
+///   a wait, the request waits for the readiness of the service again before its body runs.
 /// - *A middleware that retries* belongs outside of this layer: each try is a separate attempt.
 ///
 /// # Cancel safety
@@ -104,18 +104,22 @@ impl OperationLayer<()> {
 
 impl<O> OperationLayer<O> {
     /// Creates a layer that runs the operation that `operation` returns for a request. So each request can have a
-    /// fingerprint, a store or a policy of its own.
+    /// store, a policy, a fingerprint, a codec, recorded errors or a reconciler of its own.
     ///
     /// ```
     /// # use std::time::Duration;
     /// # use idem_runtime::tower::OperationLayer;
-    /// # use idem_runtime::{Key, MemoryStore, Operation, Policy, Store};
+    /// # async fn find_parcel(_: String) -> Result<Reconciliation<String>, Error> { Ok(Reconciliation::NotDone) }
+    /// # use idem_runtime::{Error, Key, MemoryStore, Operation, Policy, Reconciliation, current};
     /// # const SHIPPING: Policy = Policy::new(Duration::from_secs(7 * 86_400));
     /// # #[derive(serde::Serialize)]
     /// # struct Order { id: u64 }
     /// # let store = MemoryStore::new();
     /// let layer = OperationLayer::of(move |order: &Order| {
-    ///     Operation::new(&store, Key::new("shop::ship", order.id), SHIPPING).fingerprint(order)
+    ///     Operation::new(&store, Key::new("shop::ship", order.id), SHIPPING)
+    ///         .fingerprint(order)
+    ///         .uncertain_errors()
+    ///         .reconcile(async { find_parcel(current()?.child_key("parcel")).await })
     /// });
     /// # let _ = layer;
     /// ```

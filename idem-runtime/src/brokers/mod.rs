@@ -1,5 +1,5 @@
-//! Facts about a broker that a consumer needs: the time for which a message may be delivered again, and the offset that
-//! may be committed.
+//! Parts of a consumer that are the same for every broker: its intake of messages, the reasons of messages that are set
+//! aside, the time for which a message may be delivered again, and the offset that may be committed.
 //!
 //! This module depends on no client of a broker. `docs/brokers.md` describes the settlement of a message with each
 //! broker, and the limits for slow handlers. [`Observe`](crate::future::Observe) has the settings of a delivery.

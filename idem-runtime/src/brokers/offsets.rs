@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
 
-/// Tracks the offset of each partition that may be committed while several of its messages are handled at a time.
+/// Tracks, for each partition, the offset that may be committed while several messages are handled at a time.
 ///
 /// A committed offset means that all messages before it are done. If message 8 is settled while message 7 still runs,
 /// and offset 9 is committed, a crash loses message 7. So a commit goes up to the first message that has started and is
@@ -100,7 +100,7 @@ impl<P> OffsetTracker<P> {
 }
 
 impl<P: Clone + Eq + Hash> OffsetTracker<P> {
-    /// Begins a new generation of the partition: from now on this consumer reads the partition, or reads it from
+    /// Begins a new generation of the partition, because this consumer now reads the partition, or reads it from
     /// another offset. Call this in the callback of a rebalance, after a manual assignment, and after a `seek`. Ends an
     /// earlier generation that was not revoked, for example because the group considered this consumer lost.
     pub fn assigned(&mut self, partition: &P) {

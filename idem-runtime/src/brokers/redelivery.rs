@@ -10,11 +10,32 @@ use crate::policy::Policy;
 /// Longest time for which a broker may deliver a message again, as input of [`Policy::check_redelivery`] and
 /// [`Observe::redelivery`].
 ///
-/// Each constructor takes values from the configuration of the broker. This time begins with the publication of the
-/// message, and a record's `ttl` begins with the completion, which is later. So a `ttl` as long as
+/// Each constructor takes values from the configuration of the broker. The time begins with the publication of the
+/// message, and a record's `ttl` begins later, with the completion of the operation. So a `ttl` as long as
 /// [`longest`](Redelivery::longest) suffices.
 ///
 /// This time does not cover a producer that publishes the same operation again, hours later.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use idem_runtime::Policy;
+/// use idem_runtime::brokers::Redelivery;
+///
+/// const fn days(days: u64) -> Duration {
+///     Duration::from_secs(days * 86_400)
+/// }
+///
+/// // `MessageRetentionPeriod` of the queue, and of its dead-letter queue, from which messages are moved back.
+/// const QUEUE: Redelivery = Redelivery::sqs(days(4)).dlq(days(14));
+///
+/// const PAYMENTS: Policy = Policy::new(days(30));
+/// assert!(PAYMENTS.check_redelivery(&QUEUE).is_ok());
+///
+/// // A message may come back when its record is gone.
+/// let problem = Policy::new(days(7)).check_redelivery(&QUEUE).unwrap_err();
+/// println!("{problem}");
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Redelivery {
     broker: &'static str,
@@ -44,9 +65,9 @@ impl Redelivery {
     }
 
     /// Kafka: the topic's `retention.ms` ([`Duration::MAX`] for -1, and for a compacted topic), and the broker's
-    /// `offsets.retention.minutes`. All messages that the topic keeps are delivered again after a reset of the offsets,
-    /// and to a group that was away for longer than its offsets are kept. A message is deleted together with its
-    /// segment, and so may stay for `segment.ms` longer: see [`segment`](Redelivery::segment).
+    /// `offsets.retention.minutes`. After a reset of the offsets, the broker delivers all messages of the topic again.
+    /// The same happens to a group that was away for longer than its offsets are kept. A message is deleted together
+    /// with its segment, and so may stay for `segment.ms` longer: see [`segment`](Redelivery::segment).
     pub const fn kafka(retention: Duration, offsets_retention: Duration) -> Self {
         let retention = if retention.as_nanos() == Duration::MAX.as_nanos() { None } else { Some(retention) };
         let kafka = Self::of("Kafka", retention);
@@ -72,8 +93,8 @@ impl Redelivery {
         Self::of("RabbitMQ", Some(ttl))
     }
 
-    /// Google Pub/Sub: the longer of two retentions, of the subscription (default: 7 days) and of its topic (at most 31
-    /// days), because a `seek` brings back acknowledged messages.
+    /// Google Pub/Sub: the retention of the subscription (default: 7 days) or of its topic (at most 31 days), whichever
+    /// is longer, because a `seek` delivers acknowledged messages again.
     pub const fn pubsub(retention: Duration) -> Self {
         Self::of("Pub/Sub", Some(retention))
     }
@@ -90,8 +111,9 @@ impl Redelivery {
     }
 
     /// Adds a dead-letter queue, which keeps failed messages for `retention`, and from which messages may be put back.
-    /// The retention of the queue starts again for a message that is put back. [`longest`](Redelivery::longest) covers
-    /// a message that is put back once; each further time adds the same duration again.
+    /// For a message that is put back, the retention of the original queue starts again.
+    /// [`longest`](Redelivery::longest) covers a message that is put back once; each further time adds the same
+    /// duration again.
     #[must_use]
     pub const fn dlq(self, retention: Duration) -> Self {
         Self { dlq: Some(retention), ..self }

@@ -63,7 +63,7 @@ impl ManualClock {
         }
     }
 
-    /// Sets the wall clock alone: leases and retentions of stores that use the wall clock end earlier or later, and no
+    /// Sets only the wall clock: leases and retentions of stores that use the wall clock end earlier or later, and no
     /// sleeper wakes. The wall clock starts at 1970 and moves with [`advance`](ManualClock::advance).
     pub fn set_wall(&self, since_1970: Duration) {
         let mut state = self.lock();

@@ -95,13 +95,13 @@ pub trait Clock: fmt::Debug + Send + Sync + 'static {
 
     /// Runs `task`, which no caller awaits: a renewal, or a late write of a call that was dropped.
     ///
-    /// The real clock runs the task on a thread of the library. A test clock runs the task on the runtime of the test,
+    /// [`SystemClock`] runs the task on a thread of the library. A test clock runs the task on the runtime of the test,
     /// so that the test decides the order of events.
     fn spawn(&self, task: Task);
 
-    /// Returns whether a test has paused or moved the time of the current runtime, if this clock uses that time
-    /// (default: `false`). A lease that a thread or a server counts in real time can't be renewed in a runtime whose
-    /// time a test has moved.
+    /// Returns whether a test has paused or moved the time of the current runtime (default: `false`, for a clock that
+    /// does not use that time). A lease that a thread or a server counts in real time can't be renewed in a runtime
+    /// whose time a test has moved.
     fn is_moved(&self) -> bool {
         false
     }

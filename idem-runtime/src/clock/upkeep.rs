@@ -14,7 +14,7 @@ use tokio::runtime::{Builder, Handle, Runtime};
 use super::Task;
 use crate::sync::{PerProcess, lock};
 
-/// Runtime of the library's thread. The child of a `fork()` has no copy of the thread, and starts another one.
+/// Runtime of the library's thread. A forked child has no copy of the thread, and starts a thread of its own.
 static THREAD: PerProcess<Mutex<Option<Handle>>> = PerProcess::empty();
 
 /// Runs `task` on the thread of the library. If the thread can't be started or no descriptor can be opened, the task
@@ -53,8 +53,8 @@ fn runtime() -> io::Result<Handle> {
     Ok(handle)
 }
 
-/// A runtime that may be dropped inside of another runtime, where the drop of a tokio `Runtime` would panic. The drop
-/// happens if the library's thread can't be started.
+/// A runtime whose drop inside of another runtime causes no panic; the drop of a tokio `Runtime` would panic there. The
+/// runtime is dropped if the library's thread can't be started.
 struct Own(Option<Runtime>);
 
 impl Own {

@@ -338,8 +338,8 @@ impl Case {
         self.decide(&decision).await
     }
 
-    /// Reads the record of `key`, and lets the next delivery run after attempt `attempt`, in every state of that
-    /// attempt.
+    /// Reads the record of `key`, and decides that the next delivery runs after attempt `attempt`, whether that attempt
+    /// has finished or not.
     pub(super) async fn reopen(&self, key: &Key, attempt: u32) -> Verdict {
         let is_finished = self.inspect(key).await.is_some_and(|found| found.record.is_finished());
         self.decides(key, attempt, if is_finished { Action::Discard } else { Action::Reopen }).await.into()

@@ -58,7 +58,7 @@ pub(super) async fn live_lease_under_fail(case: &Case) {
     assert_eq!(case.begin(&lease).await, Verdict::Applied);
     case.waits_for(&case.request(&key), 1, "a live lease under `fail`, request under `retry`").await;
     case.waits_for(&fail(case.request(&key)), 1, "a live lease under `fail`, request under `fail`").await;
-    // The body returned an `Err`, which is released. A return is no crash, so the body may run again.
+    // The body returned an `Err`, and the attempt is released. A return is no crash, so the body may run again.
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
     case.reserved(&fail(case.request(&key)), 2, "released under `fail`").await;
 }

@@ -18,7 +18,7 @@ pub(super) struct ListPages {
 }
 
 impl Case {
-    /// Returns a longer scope that starts with the scope of this run, and then the scope of this run.
+    /// Returns two scopes: a longer scope that starts with the scope of this run, and the scope of this run.
     pub(super) fn scopes(&self) -> [String; 2] {
         let scope = format!("{}:{}", self.clause, self.run);
         [format!("{scope}x"), scope]

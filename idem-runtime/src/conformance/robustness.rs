@@ -111,7 +111,7 @@ pub(super) async fn dropped_reserve_stays_away(case: &Case) {
             .collect();
         let others = crate::combine::all(&mut dropping).await;
         // The pause gives late requests time to arrive. Afterwards each key must still have the record of the attempt
-        // that used it after the clean-up.
+        // that reserved the key after the clean-up.
         case.sleep(PAUSE).await;
         for (lease, what) in others {
             let expected = Record::after(&lease, State::Released);

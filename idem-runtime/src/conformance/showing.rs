@@ -162,7 +162,7 @@ pub(super) async fn times_are_shown(case: &Case) {
     case.shown_since(&key, [first_at, fourth_at], "its lease was broken").await;
     drop(fourth);
 
-    // Fourth case: the record is finished without any write after the reservation.
+    // Fourth case: the record is finished by the first write after the reservation.
     let key = case.key("at once");
     let before = case.now();
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;

@@ -5,8 +5,8 @@ use std::time::Duration;
 use crate::clock::Clock;
 use crate::store::{StoreError, StoreErrorKind};
 
-/// Number of reads of a record after which an operation gives up. Only a write of another attempt, or a lock of
-/// another session, causes a further read, so the loop ends without this limit. The limit guards against bugs and
+/// Number of reads of a record after which an operation gives up. Only a write of another attempt, or a lock of another
+/// session, causes a further read, so the loop would end without this limit, too. The limit guards against bugs and
 /// faulty servers.
 pub(crate) const LOOKS: u32 = 20;
 /// The longest pause between two reads of the record. All pauses together take about a second.

@@ -29,7 +29,7 @@ pub(crate) async fn addresses(host: &str, port: u16) -> io::Result<Vec<SocketAdd
     told.await.unwrap_or_else(|_| Err(io::Error::other("the thread that looks up the host has ended")))
 }
 
-/// Returns an error where a driver that looks up `hosts` itself would panic.
+/// Returns an error if a driver's own look-up of `hosts` would panic.
 #[cfg(feature = "postgres")]
 pub(crate) fn check<'a>(mut hosts: impl Iterator<Item = &'a str>) -> io::Result<()> {
     if hosts.all(is_address) { Ok(()) } else { start(|| ()) }

@@ -1,11 +1,11 @@
 //! A value for each tokio runtime that calls a store, in each process.
 //!
-//! A connection, its timers and the tasks that batch operations run only while the runtime that made them is driven,
-//! and end with that runtime. So every runtime that calls has its own value, made at first use. The value is dropped as
-//! soon as the runtime ends; only the value of the first runtime stays, unused, until the store is dropped. A forked
-//! child inherits the parent's memory and sockets, but none of the threads that drive the parent's runtimes. So the
-//! child makes its own values, and never touches a value of the parent: the drop of a connection in the child would end
-//! the parent's session.
+//! A connection, its timers, and the tasks that send operations in batches run only while the runtime that made them is
+//! driven, and end with that runtime. So every runtime that calls the store has its own value, made at first use. The
+//! value is dropped as soon as the runtime ends; only the value of the first runtime stays, unused, until the store is
+//! dropped. A forked child inherits the parent's memory and sockets, but none of the threads that drive the parent's
+//! runtimes. So the child makes its own values, and never touches a value of the parent: the drop of a connection in
+//! the child would end the parent's session.
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -181,8 +181,8 @@ impl<T: Send + Sync + 'static> RuntimeTable<T> {
     }
 }
 
-/// Owned by a task that its runtime drops at its end. The drop of a `Tenant` removes the runtime's value from
-/// the table.
+/// Guard that is owned by a task, which the runtime drops at its end. The drop of a `Tenant` removes the runtime's
+/// value from the table.
 struct Tenant<T> {
     table: Weak<RuntimeTable<T>>,
     runtime: Id,
@@ -238,8 +238,8 @@ mod tests {
     }
 
     impl TestProcess {
-        /// Returns whether the current runtime's value is the first runtime's value. Panics if `is_new` does not say
-        /// whether this call has made the value.
+        /// Returns whether the current runtime's value is the first runtime's value. Panics unless `is_new` is true
+        /// exactly if this call has made the value.
         fn here(&self, is_new: bool) -> bool {
             let called = std::cell::Cell::new(false);
             let make = |is_first| {

@@ -16,7 +16,7 @@ impl Replays {
         Self { share: AtomicUsize::new(0) }
     }
 
-    /// Returns whether most recent reservations were replays.
+    /// Returns whether at least half of the recent reservations were replays.
     pub(crate) fn are_expected(&self) -> bool {
         self.share.load(Ordering::Relaxed) >= 128
     }

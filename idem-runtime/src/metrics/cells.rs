@@ -6,7 +6,7 @@ use super::facade;
 use super::snapshot::{Distribution, Series, Value};
 use super::table::{Kind, Metric};
 
-/// Value of the first label of a metric, which has no closed set of values: the name of a scope or a store.
+/// Value of a metric's first label: the name of a scope or a store. The values of this label are no closed set.
 type OpenLabel<'a> = &'a str;
 
 /// Counters of one metric, one for each combination of its closed labels.
@@ -29,8 +29,8 @@ impl Counters {
         Self { metric, cells: (0..combinations(metric)).map(cell).collect() }
     }
 
-    /// Adds `count` to the counter with the index `at`: the index of the closed label's value. Several closed labels
-    /// are combined in the order of the table.
+    /// Adds `count` to the counter with the index `at`: the index of the closed label's value. For several closed
+    /// labels, `at` is the index of the combination of their values, in the order of the table.
     pub(crate) fn add(&self, at: usize, count: u64) {
         if let Some(cell) = self.cells.get(at) {
             cell.count.fetch_add(count, Ordering::Relaxed);

@@ -65,7 +65,7 @@ pub struct Distribution {
     /// Upper bounds of the buckets, in the unit of the metric.
     pub bounds: Vec<f64>,
     /// Number of values in each bucket. Each value is counted in one bucket only: the first bucket whose upper bound is
-    /// not below the value. The last bucket holds the values above all bounds.
+    /// at least the value. The last bucket holds the values above all bounds.
     pub counts: Vec<u64>,
     /// Sum of all values, in the unit of the metric.
     pub sum: f64,

@@ -141,7 +141,7 @@ labels! {
     CallOutcome, "outcome" {
         /// The body ran, and its result is recorded.
         Executed = "executed",
-        /// The body ran and returned an error, which was released or recorded.
+        /// The body ran and returned an error, which freed the key or was recorded.
         Failed = "failed",
         /// A recorded result was returned, without a wait.
         Replayed = "replayed",
@@ -151,7 +151,7 @@ labels! {
         InProgress = "in_progress",
         /// The call was refused, because the key was used with another payload.
         FingerprintMismatch = "fingerprint_mismatch",
-        /// The call was refused: an earlier run had been interrupted, and `on_crash = fail` allows no further run.
+        /// The call was refused: the effect of an earlier run is in doubt, and an operator has to decide.
         Interrupted = "interrupted",
         /// The call was refused, because the number of started attempts had reached `max_attempts`.
         AttemptsExhausted = "attempts_exhausted",

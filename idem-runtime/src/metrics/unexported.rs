@@ -1,4 +1,4 @@
-//! Stub of the facade, which does nothing, for a build without the feature `metrics`.
+//! Stub of the facade for a build without the feature `metrics`. This stub does nothing.
 #![allow(clippy::unused_self, reason = "the methods have the signatures of the facade")]
 
 use super::table::Metric;

@@ -1,7 +1,7 @@
-//! Values of which each process has its own, and locks that never block a forked child forever.
+//! Values that exist once in each process, and locks that never block a forked child forever.
 //!
-//! A fork copies every lock in its current state, but only the thread that calls `fork()`. A lock that another thread
-//! holds stays locked in the child forever.
+//! A fork copies every lock in its current state, but only one thread: the thread that calls `fork()`. So a lock that
+//! another thread holds stays locked in the child forever.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -10,13 +10,13 @@ use std::time::Duration;
 
 use super::{Mutex, MutexGuard, Process, lock};
 
-/// Number of claims on one value. A process needs a second claim only if its parent was forked while a thread made the
-/// value of the first claim.
+/// Number of claims on one value. A process needs the second claim only if it was forked while a thread of its parent
+/// made the value of the first claim.
 const CLAIMS: usize = 4;
 /// Process id of a claim that no process has taken.
 const FREE: u32 = 0;
 
-/// A value of which each process has its own: a forked child makes a new value, and neither uses nor drops the value of
+/// A value that exists once in each process: a forked child makes a new value, and neither uses nor drops the value of
 /// its parent.
 ///
 /// In the child, a lock in the parent's value may be held forever by a thread that the child does not have. And if the
@@ -183,7 +183,7 @@ impl<T> SharedOnce<T> {
     }
 
     /// Returns the value; `make` makes it at the first call. The first call costs a system call, and each later call
-    /// one load.
+    /// costs one load.
     #[inline]
     pub(crate) fn get_or_init(&self, make: impl FnOnce() -> T) -> &T {
         match self.get() {
@@ -344,11 +344,11 @@ impl<T: Default> Default for SharedOrAnew<T> {
 }
 
 /// Data in `N` shards, each with its own lock. A forked child continues with the data. A shard starts empty in the
-/// child if a thread of the parent held its lock at the fork.
+/// child if a thread of the parent held the lock of this shard at the fork.
 pub(crate) struct Shards<T, const N: usize> {
     shards: [SharedWithChild<T>; N],
-    /// New shards of a forked child. One value for all shards, because few processes fork and a value for each shard
-    /// would be large.
+    /// New shards of a forked child. All shards share one `PerProcess`, because few processes fork, and a `PerProcess`
+    /// for each shard would be large.
     anew: PerProcess<Box<[SharedWithChild<T>; N]>>,
 }
 

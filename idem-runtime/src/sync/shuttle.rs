@@ -72,9 +72,9 @@ impl<M: Lock> Lock for LazyLock<M> {
     }
 }
 
-/// Runs `test` in many orders of the steps of its threads and tasks. Half of the orders are random. The other half of
-/// the orders have few switches between threads, and find faults that need a long run of one thread in the middle of
-/// another.
+/// Runs `test` in many orders of the steps of its threads and tasks. Half of the orders are random. The other half have
+/// few switches between threads; they find faults that occur only if one thread runs for long in the middle of another
+/// thread's work.
 ///
 /// `IDEM_INTERLEAVINGS` sets the number of orders (default: 1000). A failure prints its schedule, and
 /// [`shuttle::replay`] repeats the run with that schedule.
@@ -218,7 +218,7 @@ impl Future for CountedTask {
         let this = self.get_mut();
         let before = std::mem::replace(&mut *lock(&this.pulse.rhythm), Rhythm::Polled(cx.waker().clone()));
         if let Rhythm::Resting(_) = before {
-            // No wake-up preceded this poll, but the scheduler may poll a task without a wake-up.
+            // No wake-up preceded this poll: the scheduler can poll a task without a wake-up.
             lock(&this.pulse.tasks.0.state).busy += 1;
         }
         let polled = match &mut this.task {

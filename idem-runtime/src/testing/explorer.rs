@@ -142,6 +142,28 @@ where
 }
 
 /// Explorer of a handler: [`explore`] with options.
+///
+/// ```
+/// # #[cfg(feature = "macros")] {
+/// use idem_runtime::testing::{Explorer, Worker};
+/// use idem_runtime::{Error, current, idempotent};
+///
+/// #[idempotent(key = "order:{order}", ttl = "7d", store = worker.store())]
+/// async fn charge(worker: &Worker, order: u32) -> Result<u32, Error> {
+///     let key = current()?.child_key("charge");
+///     // Your test fakes the payment provider with this effect.
+///     worker.effect("charge").key(key).await.map_err(|_| Error::NoAttempt)?;
+///     Ok(order)
+/// }
+///
+/// let explorer = Explorer::new().orders(2).duplicates(1).max_scenarios(200);
+/// let report = explorer.explore(|worker| async move { charge(&worker, 42).await });
+/// report.assert_once();
+/// // A finding names its scenario, which runs alone like this:
+/// let alone = Explorer::new().only("crash@return").explore(|worker| async move { charge(&worker, 42).await });
+/// assert!(report.scenarios() > alone.scenarios());
+/// # }
+/// ```
 #[derive(Clone, Debug)]
 #[must_use = "nothing is explored before `explore` is called"]
 pub struct Explorer {

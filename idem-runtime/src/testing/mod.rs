@@ -60,6 +60,8 @@
 //! | `overtake@await:n`, `@effect:n` | as `stop`, but the other worker takes over and dies | a lost lease taken for success |
 //! | `request-lost@store:n`, `@effect:n` | the request does not arrive; the caller gets an error | errors that are swallowed |
 //! | `answer-lost@store:n`, `@effect:n` | the request is done; the caller gets an error | work that is done again after an error |
+//! | `late@effect:n` | the caller gets an error while the request is on its way, and the request arrives later | "not found" that is taken for "can't happen any more" |
+//! | `crash-late@effect:n` | as `late`, but the worker dies | the same |
 //! | `down@store:n` | the store is unreachable from that call on, for two leases | results that can't be recorded |
 //! | `run` | no fault | |
 //!
@@ -70,7 +72,64 @@
 //! | `/duplicate:after` | right after the fault |
 //! | `/duplicate:late` | after the end of all deliveries, at the limit [`Explorer::redelivered_within`] |
 //!
-//! Scenarios with concurrent workers are run in several task orders (`/order:1`): [`Explorer::orders`].
+//! Scenarios with concurrent workers are run in several task orders (`/order:1`): [`Explorer::orders`]. A late request
+//! arrives as late as possible: once the effect was repeated, or (in `/order:1`) right after a question about it, or
+//! just before the request [expires](Effect::expires_after), or after the last delivery.
+//!
+//! # Reconcilers
+//!
+//! If an effect is in doubt, the next delivery asks the [reconciler](crate::Reconciliation) of the handler. The
+//! reconciler asks your fake, which asks [`Worker::happened`]. After each scenario in which an effect is in doubt, the
+//! explorer also cancels and kills the delivery that asks, at each of its awaits (`/cancel@await:n`, `/crash@await:n`).
+//! A reconciler that answers [`NotDone`](crate::Reconciliation::NotDone) while a request is on its way is a finding
+//! ([`Problem::NotDoneTooEarly`]):
+//!
+//! ```
+//! use idem_runtime::testing::{Explorer, NoAnswer, Problem, Worker};
+//! use idem_runtime::{Reconciliation, current, idempotent};
+//!
+//! /// A bank. If `refuses_twice`, the bank refuses a second request with the same reference.
+//! struct Bank {
+//!     worker: Worker,
+//!     refuses_twice: bool,
+//! }
+//!
+//! impl Bank {
+//!     async fn refund(&self, reference: String) -> Result<bool, NoAnswer> {
+//!         let refund = self.worker.effect("refund");
+//!         if self.refuses_twice { refund.key(reference).await } else { refund.await }
+//!     }
+//! }
+//!
+//! #[idempotent(
+//!     key = "refund:{id}", ttl = "7d", store = bank.worker.store(), on_error = uncertain,
+//!     on_crash = reconcile(find(bank, id))
+//! )]
+//! async fn refund(bank: &Bank, id: u32) -> std::io::Result<u32> {
+//!     bank.refund(current()?.child_key("refund")).await.map_err(std::io::Error::other)?;
+//!     Ok(id)
+//! }
+//!
+//! async fn find(bank: &Bank, id: u32) -> std::io::Result<Reconciliation<u32>> {
+//!     match bank.worker.happened("refund").await.map_err(std::io::Error::other)? {
+//!         true => Ok(Reconciliation::Done(id)),
+//!         // Right only if no request is on its way, or if the bank refuses a second one.
+//!         false => Ok(Reconciliation::NotDone),
+//!     }
+//! }
+//!
+//! let explore = |refuses_twice| {
+//!     let deliver = move |worker| async move { refund(&Bank { worker, refuses_twice }, 7).await };
+//!     Explorer::new().explore(deliver)
+//! };
+//! explore(true).assert_once();
+//! let report = explore(false);
+//! assert!(report.findings().iter().any(|it| matches!(it.problem(), Problem::NotDoneTooEarly { times: 2, .. })));
+//! println!("{report}");
+//! ```
+//!
+//! A reconciler that answers [`Unknown`](crate::Reconciliation::Unknown) leaves some effects to an operator. Explore
+//! its handler with [`Explorer::at_most_once`].
 //!
 //! # Expectations
 //!
@@ -95,11 +154,11 @@
 //!
 //! # Limits
 //!
-//! A scenario has one fault, which hits the first worker ([`Explorer::twice`] cuts two deliveries). Combinations of
-//! several faults are not covered. No fault hits the awaits of tasks that your handler spawns, but faults hit the
-//! effects and store calls of such tasks. The results are only as good as your fakes. A crash is simulated inside of
-//! this process: the values of a killed handler are dropped, so their `Drop` runs. The store never loses records,
-//! unlike a Redis in a failover.
+//! A scenario has one fault, which hits the first worker. Only the delivery that asks a reconciler is cut as a second
+//! one ([`Explorer::twice`] cuts two deliveries of every handler). Other combinations of faults are not covered. No
+//! fault hits the awaits of tasks that your handler spawns, but faults hit the effects and store calls of such tasks.
+//! The results are only as good as your fakes. A crash is simulated inside of this process: the values of a killed
+//! handler are dropped, so their `Drop` runs. The store never loses records, unlike a Redis in a failover.
 
 mod crash;
 #[cfg(feature = "testing")]

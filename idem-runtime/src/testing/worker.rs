@@ -86,7 +86,8 @@ impl Worker {
         Effect { worker: self.clone(), name: name.into(), key: None, under_way: None }
     }
 
-    /// Asks the simulated outside world whether the effect with this name has happened.
+    /// Asks the simulated outside world whether the effect with this name has happened. A request for the effect may be
+    /// on its way: then the answer is false, and the effect happens later.
     ///
     /// # Errors
     /// [`NoAnswer`] in scenarios in which this answer gets lost.

@@ -1,4 +1,4 @@
-//! The future of a call in a transaction, which polls the engine and answers the engine's requests.
+//! Future of a call in a transaction. This future polls the engine and answers the engine's requests.
 
 use std::fmt;
 use std::future::Future;

@@ -1,4 +1,4 @@
-//! The store of one call in a transaction, which forwards each request to the future of the call.
+//! Store of one call in a transaction. This store forwards each request of the engine to the future of the call.
 //!
 //! The engine, its attempts and its late writes need a store that lives as long as they do, and that any thread may
 //! use. A borrowed transaction does not live that long. So the engine gets a [`Mailbox`] as its store. The future of

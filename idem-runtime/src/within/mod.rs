@@ -31,9 +31,9 @@ pub use crate::store::transaction::{DriverTransaction, TransactionStore};
 /// `store = PostgresStore::within(tx)`.
 ///
 /// The record, and the writes that the body makes through the same transaction, commit together or not at all. The
-/// effect thus happens exactly once, no matter which step fails. `PostgresStore::transact`,
-/// `PostgresStore::transact_sqlx` and `SqliteStore::transact` begin the transaction, run the call in it, commit, and
-/// return the disposition of the message: use these functions to handle messages.
+/// effect thus happens exactly once, no matter which step fails. `PostgresStore::transact`, `transact_sqlx_0_9`,
+/// `transact_sqlx_0_8` and `SqliteStore::transact` begin the transaction, run the call in it, commit, and return the
+/// disposition of the message: use these functions to handle messages.
 ///
 /// - *The commit* follows after the call has returned `Ok`: you commit the transaction, or `transact` does. The record
 ///   and the result become visible to other transactions at the commit; before the commit, it is unknown whether the

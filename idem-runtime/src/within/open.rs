@@ -1,4 +1,4 @@
-//! The guard of a user's transaction, which holds the data that its calls share.
+//! Guard of a user's transaction. This guard holds the data that the calls in the transaction share.
 
 use std::fmt;
 use std::ops::Deref;
@@ -20,7 +20,7 @@ use crate::sync::lock;
 /// `transact` makes the guard for you. For a transaction that you begin yourself, make the guard like this:
 ///
 /// ```
-/// # #[cfg(feature = "with-rusqlite-0_40")]
+/// # #[cfg(feature = "with-rusqlite")]
 /// # fn commit(connection: &mut rusqlite::Connection) -> rusqlite::Result<()> {
 /// use idem_runtime::within::OpenTransaction;
 ///

@@ -1,4 +1,4 @@
-//! Calls and deliveries in a transaction of PostgreSQL, by each driver.
+//! Calls in a transaction of PostgreSQL, and deliveries by each release of sqlx.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -44,7 +44,8 @@ impl PostgresStore {
     /// while it calls another handler in the same transaction.
     ///
     /// ```no_run
-    /// # #[cfg(feature = "with-sqlx-0_8")]
+    /// # #[cfg(feature = "with-sqlx-0_9")] use sqlx_0_9 as sqlx;
+    /// # #[cfg(feature = "with-sqlx-0_9")]
     /// # async fn pay(pool: &sqlx::PgPool) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     /// use idem_runtime::within::OpenTransaction;
     /// use idem_runtime::{PostgresStore, idempotent};
@@ -83,46 +84,29 @@ impl<S> Within<'_, InPostgres<'_, S>> {
 
 #[cfg(feature = "with-tokio-postgres-0_7")]
 impl PostgresStore {
-    /// Begins a transaction, does `work` in it and commits it. Returns the outcome of the delivery, with the
-    /// disposition of its message.
+    /// Begins, runs and commits a transaction of sqlx 0.8.
     ///
-    /// If `work` returns `Ok`, the transaction is committed, and only then may the [`Outcome`](crate::Outcome) be
-    /// [`Ack`](crate::Disposition::Ack). If `work` returns an error or panics, or if the commit is refused, the
-    /// transaction is rolled back and the message is to be delivered again. An error that a handler recorded (`on_error
-    /// = record`) stays recorded, without the body's writes. The ends of the attempts are written after the rollback,
-    /// so that `max_attempts` counts the attempts, and pauses grow. If the connection breaks during the commit, the
-    /// message is delivered again; if the transaction was committed, that delivery gets the recorded result.
-    ///
-    /// The returned future is an observed delivery with all settings of [`Observe`]: `delivery`, `delivery_limit`,
-    /// `on_beat`, `catch_panics`, `message`. A delivery may be nested in another delivery.
-    ///
-    /// `client` may come from a pool. If the connection is dead, `transact` returns the driver's error, and the message
-    /// is delivered again after a pause that grows with the length of the outage. So let the pool check connections
-    /// that it hands out, and take a new connection from the pool for each delivery.
-    ///
-    /// If the server aborts the transaction because of a conflict (a serialization failure or a deadlock, at the commit
-    /// or in a statement of the library), a clone of `work` is tried again, up to five times in total. No write of the
-    /// aborted transaction has taken effect in the database. The isolation level is the session's default.
+    /// If `work` returns `Ok`, the transaction is committed, and only then can the [`Outcome`](crate::Outcome) be
+    /// [`Ack`](crate::Disposition::Ack). Otherwise the transaction is rolled back, the ends of its attempts are written
+    /// in a separate transaction, and the message is to be delivered again.
     ///
     /// ```no_run
-    /// # async fn deliver(client: &mut tokio_postgres::Client, order: i64) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    /// # use sqlx_0_8 as sqlx;
+    /// # async fn deliver(pool: &sqlx::PgPool, order: i64) {
     /// use idem_runtime::within::OpenTransaction;
-    /// use idem_runtime::{Disposition, PostgresStore, idempotent};
-    /// use tokio_postgres::Transaction;
+    /// use idem_runtime::{PostgresStore, idempotent};
+    /// use sqlx::{Postgres, Transaction};
     /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
     ///
     /// #[idempotent(key = "{order}", ttl = "7d", store = PostgresStore::within(tx), scope = "pay")]
-    /// async fn pay(tx: &OpenTransaction<Transaction<'_>>, order: i64) -> Result<u64, AnyError> {
-    ///     Ok(tx.execute("INSERT INTO payments (order_id) VALUES ($1)", &[&order]).await?)
+    /// async fn pay(tx: &OpenTransaction<Transaction<'_, Postgres>>, order: i64) -> Result<u64, AnyError> {
+    ///     let payment = sqlx::query("INSERT INTO payments (order_id) VALUES ($1)").bind(order);
+    ///     Ok(payment.execute(&mut **tx.lock().await).await?.rows_affected())
     /// }
     ///
-    /// let (paid, outcome) = PostgresStore::transact(client, async |tx| pay(tx, order).await).await;
-    /// match outcome.disposition() {
-    ///     Disposition::Ack => println!("the payment and its record are committed: {paid:?}"),
-    ///     Disposition::Retry { after } => println!("deliver it again after {after:?}"),
-    ///     Disposition::DeadLetter => println!("set it aside: {paid:?}"),
-    /// }
-    /// # Ok(()) }
+    /// let (paid, outcome) = PostgresStore::transact_sqlx_0_8(pool, async |tx| pay(tx, order).await).await;
+    /// println!("{paid:?}, {:?}", outcome.disposition());
+    /// # }
     /// ```
     ///
     /// # Cancel safety
@@ -159,6 +143,7 @@ impl PostgresStore {
                 pause_after(number, &clock).await;
                 number += 1;
             }
+    /// # use sqlx_0_9 as sqlx;
         })
     }
 }
@@ -187,8 +172,11 @@ async fn commit(tx: tokio_postgres::Transaction<'_>) -> Result<(), tokio_postgre
 
 #[cfg(feature = "with-sqlx-0_8")]
 impl PostgresStore {
-    /// Begins, runs and commits a transaction of `sqlx`, as [`transact`](PostgresStore::transact) does with
-    /// tokio-postgres.
+    /// Begins, runs and commits a transaction of sqlx 0.9.
+    ///
+    /// If `work` returns `Ok`, the transaction is committed, and only then can the [`Outcome`](crate::Outcome) be
+    /// [`Ack`](crate::Disposition::Ack). Otherwise the transaction is rolled back, the ends of its attempts are written
+    /// in a separate transaction, and the message is to be delivered again.
     ///
     /// ```no_run
     /// # async fn deliver(pool: &sqlx::PgPool, order: i64) {
@@ -203,7 +191,7 @@ impl PostgresStore {
     ///     Ok(payment.execute(&mut **tx.lock().await).await?.rows_affected())
     /// }
     ///
-    /// let (paid, outcome) = PostgresStore::transact_sqlx(pool, async |tx| pay(tx, order).await).await;
+    /// let (paid, outcome) = PostgresStore::transact_sqlx_0_9(pool, async |tx| pay(tx, order).await).await;
     /// println!("{paid:?}, {:?}", outcome.disposition());
     /// # }
     /// ```

@@ -32,7 +32,7 @@ pub(super) struct SavepointScope<'a, C> {
 
 struct CallState<'a> {
     turn: Option<Turn<'a>>,
-    /// Number of open savepoints of the call: one of the call itself, and one of a write in the call.
+    /// Number of open savepoints of the call, at most two: one of the call itself, and one of a write in the call.
     saved: usize,
     /// The reservation of the call, once the key is reserved.
     reserved: Option<ReserveRequest>,

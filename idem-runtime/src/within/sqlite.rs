@@ -57,7 +57,7 @@ impl SqliteStore {
     /// Begins a transaction that may write, does `work` in it and commits it. Returns the outcome of the delivery, with
     /// the disposition of its message.
     ///
-    /// If `work` returns `Ok`, the transaction is committed, and only then may the [`Outcome`](crate::Outcome) be
+    /// If `work` returns `Ok`, the transaction is committed, and only then can the [`Outcome`](crate::Outcome) be
     /// [`Ack`](crate::Disposition::Ack). If `work` returns an error or panics, or if the commit fails, the transaction
     /// is rolled back and the message is to be delivered again. An error that a handler recorded (`on_error = record`)
     /// stays recorded, without the body's writes. The ends of the attempts are written after the rollback, so that

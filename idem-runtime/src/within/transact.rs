@@ -50,7 +50,7 @@ pub(super) fn committed<T>(done: T) -> T {
     done
 }
 
-/// Ends a delivery whose transaction was rolled back. `count` writes the ends of the attempts in the transaction, and
+/// Ends a delivery whose transaction was rolled back. `count` writes the ends of the attempts of this transaction, and
 /// returns whether all errors that the attempts had recorded are recorded again. Returns the error of the work.
 ///
 /// # Panics

@@ -48,7 +48,8 @@ impl CallNode {
     }
 }
 
-/// While this guard lives, its call is the one that this thread polls: a call made meanwhile becomes its child.
+/// Guard that marks a call as the call that this thread polls. Each call that begins during the life of the guard
+/// becomes a child of the marked call.
 pub(super) struct PolledCall(Option<Arc<CallNode>>);
 
 impl PolledCall {

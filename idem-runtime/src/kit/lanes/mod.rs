@@ -36,7 +36,7 @@ pub(crate) trait LaneOwner: Send + Sync + Sized + 'static {
     fn refuse(&self, queue: Self::Queue);
 }
 
-/// Right of one caller to send its operation itself, without the queue. The drop of this value returns the right.
+/// Right of one caller to send its own operation without the queue. The drop of this value returns the right.
 pub(crate) struct LoneTurn<'a>(&'a AtomicBool);
 
 impl Drop for LoneTurn<'_> {
@@ -94,9 +94,9 @@ pub(crate) struct Lane<O: LaneOwner> {
 }
 
 impl<O: LaneOwner> Lane<O> {
-    /// Returns the batch that `take` takes from the queue. If the queue is empty, the lane is no longer counted. The
-    /// queue is read and the count lowered under one lock: otherwise no lane would take an operation that joins the
-    /// queue in between.
+    /// Returns the batch that `take` takes from the queue. Stops counting the lane if the queue is empty. The queue is
+    /// read and the count lowered under one lock: otherwise no lane would take an operation that joins the queue in
+    /// between.
     pub(crate) fn next<B>(&mut self, take: impl FnOnce(&mut O::Queue) -> Option<B>) -> Option<B> {
         let lanes = self.owner.lanes();
         let mut queue = lock(&lanes.queue);
@@ -124,8 +124,8 @@ impl<O: LaneOwner> Deref for Lane<O> {
 }
 
 impl<O: LaneOwner> Drop for Lane<O> {
-    /// Only a lane that panicked, or whose runtime is gone, is still counted here. The operations in the queue are
-    /// refused, because this lane may have been the last one that could send them.
+    /// Refuses the operations in the queue if the lane is still counted. Such a lane has panicked, or its runtime is
+    /// gone, and it may have been the last lane that could send these operations.
     fn drop(&mut self) {
         if self.is_counted {
             let lanes = self.owner.lanes();
