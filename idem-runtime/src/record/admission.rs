@@ -1,5 +1,6 @@
 //! Effect of a reservation on the record that it finds, decided by a pure function that every store calls.
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use super::{Lease, Record, Reservation, ReserveRequest, State, Verdict};
@@ -46,7 +47,7 @@ impl Record {
             State::Completed(_) | State::Failed(_) => return None,
             // The same owner has already reserved this record, and repeats its request because the answer was lost.
             State::Pending { .. } if self.owner == request.owner => {
-                return Some(Admission::Answer(Reservation::Granted { lease: self.lease(request), takeover: false }));
+                return Some(Admission::Answer(self.grant(request, false)));
             }
             State::Pending { .. } if !lapses_in.is_zero() => {
                 return Some(Admission::Answer(Reservation::InProgress { attempt: self.attempt, lapses_in }));
@@ -61,20 +62,62 @@ impl Record {
             State::Released => (OnCrash::Retry, false),
         };
         if on_crash == OnCrash::Fail {
-            return Some(Admission::Answer(Reservation::Interrupted { attempt: self.attempt }));
+            return Some(self.settle_doubt(request, takeover));
         }
-        // A lapsed attempt whose record is not marked as begun does not count, because its body may never have begun.
-        let counted = match &self.state {
-            State::Pending { begun: false, .. } => self.attempts_used.saturating_sub(1),
-            _ => self.attempts_used,
-        };
-        if self.attempt == u32::MAX || request.max_attempts.is_some_and(|max| counted >= max.get()) {
+        let counted = self.attempts_counted();
+        if self.has_no_attempt_left(request.max_attempts) {
             return Some(Admission::Answer(Reservation::AttemptsExhausted { attempts: counted }));
         }
         let fingerprint = request.fingerprint.or(self.fingerprint);
         let provenance = request.provenance.after(&self.provenance);
-        let with = Self::pending(request, self.attempt + 1, counted + 1, fingerprint, provenance);
+        let with = Self::pending(request, self.attempt + 1, counted + 1, fingerprint, false, provenance);
         Some(Admission::Replace { with, takeover })
+    }
+
+    /// Returns the number of attempts that count against the `max_attempts` of the next attempt. A lapsed attempt whose
+    /// record is not marked as begun does not count, because its body may never have begun.
+    pub fn attempts_counted(&self) -> u32 {
+        match &self.state {
+            State::Pending { begun: false, .. } => self.attempts_used.saturating_sub(1),
+            _ => self.attempts_used,
+        }
+    }
+
+    fn has_no_attempt_left(&self, max_attempts: Option<NonZeroU32>) -> bool {
+        self.attempt == u32::MAX || max_attempts.is_some_and(|max| self.attempts_counted() >= max.get())
+    }
+
+    /// Returns whether a reservation under this `max_attempts` is answered by
+    /// [`Reservation::AttemptsExhausted`]. `lapses_in` is the time until the lease of a pending record lapses; zero if
+    /// the lease has lapsed. The `on_crash` of the reservation is taken to be that of the record.
+    pub fn is_exhausted(&self, max_attempts: NonZeroU32, lapses_in: Duration) -> bool {
+        let may_run = match &self.state {
+            State::Pending { on_crash, begun, .. } => {
+                lapses_in.is_zero() && lapsed(*on_crash, *begun, *on_crash) == OnCrash::Retry
+            }
+            State::Released => true,
+            State::Interrupted | State::Completed(_) | State::Failed(_) => false,
+        };
+        may_run && self.has_no_attempt_left(Some(max_attempts))
+    }
+
+    /// Decides the effect of `request` on a record whose effect is in doubt. A caller with a reconciler gets the key,
+    /// to find out whether the effect has happened; `max_attempts` limits only bodies. Every other caller is refused.
+    fn settle_doubt(&self, request: &ReserveRequest, takeover: bool) -> Admission {
+        // The request arrived after its own attempt had ended, so no reconciler waits for the answer.
+        if self.owner.is_after(request.owner) && request.max_reconciliations.is_some() {
+            return Admission::Answer(Reservation::Released { attempt: self.attempt });
+        }
+        let asked = self.provenance.reconciliations();
+        let may_ask = request.max_reconciliations.is_some_and(|max| asked < max.get());
+        if !may_ask || self.attempt == u32::MAX {
+            return Admission::Answer(Reservation::Interrupted { attempt: self.attempt });
+        }
+        let fingerprint = request.fingerprint.or(self.fingerprint);
+        let provenance = request.provenance.reconciling(asked + 1);
+        // The mark of the earlier attempt remains: if the reconciler crashes, the effect is still in doubt.
+        let with = Self::pending(request, self.attempt + 1, self.attempts_counted() + 1, fingerprint, true, provenance);
+        Admission::Replace { with, takeover }
     }
 
     /// Returns whether the body of `lease` may be marked as begun in this record; see
@@ -110,5 +153,53 @@ fn lapsed(on_crash: OnCrash, begun: bool, caller: OnCrash) -> OnCrash {
         (OnCrash::Fail, false) => OnCrash::Retry,
         (OnCrash::Fail, true) => OnCrash::Fail,
         (OnCrash::Retry, _) => caller,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::key::Key;
+    use crate::record::{OwnerToken, StoredResult};
+
+    #[test]
+    fn a_record_is_exhausted_exactly_if_a_reservation_is_answered_so() {
+        let long = Duration::from_secs(60);
+        let mut states = vec![
+            State::Released,
+            State::Interrupted,
+            State::Completed(StoredResult::Unencodable),
+            State::Failed(StoredResult::Unencodable),
+        ];
+        for on_crash in [OnCrash::Retry, OnCrash::Fail] {
+            states.extend([false, true].map(|begun| State::Pending { lease: long, ttl: long, on_crash, begun }));
+        }
+        let mut exhausted = 0;
+        for state in states {
+            for (attempt, attempts_used) in [(1, 0), (1, 1), (3, 1), (3, 3), (u32::MAX, 0)] {
+                for (most, lapses_in) in (1..5).flat_map(|most| [(most, Duration::ZERO), (most, long)]) {
+                    let most = NonZeroU32::new(most).unwrap();
+                    let record = Record {
+                        attempts_used,
+                        ..Record::new(OwnerToken::from_bytes([1; 16]), attempt, state.clone())
+                    };
+                    let key: Key = "pay/42".parse().unwrap();
+                    let request = ReserveRequest::new(key, OwnerToken::from_bytes([2; 16]), long, long);
+                    let on_crash = match state {
+                        State::Pending { on_crash, .. } => on_crash,
+                        _ => OnCrash::Retry,
+                    };
+                    let answer = record.admit(&request.max_attempts(most).on_crash(on_crash), lapses_in);
+                    let is_exhausted = matches!(answer, Admission::Answer(Reservation::AttemptsExhausted { .. }));
+                    assert_eq!(
+                        record.is_exhausted(most, lapses_in),
+                        is_exhausted,
+                        "{record:?} under {most}: {answer:?}"
+                    );
+                    exhausted += u32::from(is_exhausted);
+                }
+            }
+        }
+        assert!(exhausted > 20, "{exhausted}");
     }
 }

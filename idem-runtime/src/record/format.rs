@@ -185,7 +185,8 @@ pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
     }
 }
 
-fn letter(state: &State) -> u8 {
+/// Returns the byte of `state` in a record.
+pub(crate) fn letter(state: &State) -> u8 {
     match state {
         State::Pending { .. } => b'P',
         State::Released => b'R',

@@ -7,6 +7,7 @@ use sha2::{Digest, Sha256};
 
 use super::standing::Standing;
 use super::{Holder, OwnerToken, Record, Revision, State, Traceparent};
+use crate::policy::OnCrash;
 
 /// A record as an operator sees it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -91,6 +92,17 @@ impl Inspection {
         self.record.standing(self.lapses_in.unwrap_or(Duration::MAX))
     }
 
+    /// Returns whether no body may run until an operator decides, or a reconciler settles the doubt: the operation was
+    /// interrupted, or its lease has lapsed under `on_crash = fail` after the body had begun. Returns false for a
+    /// damaged record, about which nothing is known.
+    pub fn waits_for_decision(&self) -> bool {
+        match (self.standing(), &self.record.state) {
+            (Standing::Interrupted, _) => true,
+            (Standing::Lapsed, State::Pending { on_crash, begun, .. }) => *on_crash == OnCrash::Fail && *begun,
+            _ => false,
+        }
+    }
+
     /// Returns the revision of this record, for decisions: a decision is refused once the record has changed.
     pub fn revision(&self) -> Revision {
         Revision { owner: self.record.owner.tag(), attempt: self.record.attempt, standing: self.standing() }
@@ -104,6 +116,13 @@ impl Inspection {
     /// Returns the trace of the latest attempt. For a recorded result, this is the trace of the run that returned it.
     pub fn traceparent(&self) -> Option<Traceparent> {
         self.record.provenance.traceparent()
+    }
+
+    /// Returns the number of times that the [reconciler](crate::Reconciliation) of the handler was asked since the last
+    /// decision of an operator. If the record is not finished, the answers so far have not settled the doubt, a
+    /// question was cut off, or the latest attempt is asking.
+    pub fn reconciliations(&self) -> u16 {
+        self.record.provenance.reconciliations()
     }
 
     /// Returns the name of the operator who made the latest decision about the record.

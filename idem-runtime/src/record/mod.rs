@@ -158,7 +158,7 @@ impl Record {
 
     /// Makes the record of the first attempt of a key.
     pub fn first(request: &ReserveRequest) -> Self {
-        Self::pending(request, 1, 1, request.fingerprint, request.provenance.clone())
+        Self::pending(request, 1, 1, request.fingerprint, false, request.provenance.clone())
     }
 
     pub(super) fn pending(
@@ -166,10 +166,20 @@ impl Record {
         attempt: u32,
         starts: u32,
         fingerprint: Option<Fingerprint>,
+        begun: bool,
         provenance: Provenance,
     ) -> Self {
-        let state = State::Pending { lease: request.lease, ttl: request.ttl, on_crash: request.on_crash, begun: false };
+        let state = State::Pending { lease: request.lease, ttl: request.ttl, on_crash: request.on_crash, begun };
         Self { owner: request.owner, attempt, attempts_used: starts, fingerprint, state, provenance }
+    }
+
+    /// Returns the answer to `request` if the store has written this pending record for it. `takeover` is true if the
+    /// record replaces the record of an attempt whose lease had lapsed.
+    pub fn grant(&self, request: &ReserveRequest, takeover: bool) -> Reservation {
+        // No body has begun for this request, so if the record is marked as begun, an earlier attempt set the mark.
+        let in_doubt =
+            request.max_reconciliations.is_some() && matches!(self.state, State::Pending { begun: true, .. });
+        Reservation::Granted { lease: self.lease(request), takeover, in_doubt }
     }
 
     /// Returns the lease that this pending record grants to `request`.

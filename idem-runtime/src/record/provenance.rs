@@ -193,6 +193,11 @@ impl fmt::Display for TraceparentError {
 
 impl std::error::Error for TraceparentError {}
 
+/// Name of the reconciler in place of an operator's name.
+const RECONCILER: &str = "reconciler";
+/// Start of the reason that a reconciler leaves in a record; the number of questions follows.
+const ASKED: &str = "question ";
+
 /// Information in a record for people: the latest holder, the trace of its run, and the operator and reason of the last
 /// decision. Only the limit [`max_reconciliations`](crate::Policy::max_reconciliations) and the check for a repeated
 /// decision depend on a provenance.
@@ -353,8 +358,26 @@ impl Provenance {
         }
     }
 
-    /// Makes a provenance from texts of any origin. An invalid text is left out, because no decision depends on a
-    /// provenance.
+    /// Returns the provenance for the question number `times` to the reconciler since the last decision of an operator.
+    #[must_use]
+    pub fn reconciling(&self, times: u16) -> Self {
+        self.with_decision(RECONCILER, &format!("{ASKED}{times}"))
+    }
+
+    /// Returns the number of times that the reconciler was asked since the last decision of an operator. The limit
+    /// [`max_reconciliations`](crate::Policy::max_reconciliations) depends on this number: if the number is lost, the
+    /// reconciler is asked more often.
+    pub fn reconciliations(&self) -> u16 {
+        match (self.decided_by(), self.decided_reason()) {
+            (Some(RECONCILER), Some(reason)) => {
+                reason.strip_prefix(ASKED).and_then(|times| times.parse().ok()).unwrap_or_default()
+            }
+            _ => 0,
+        }
+    }
+
+    /// Makes a provenance from texts of any origin. An invalid text is left out and is no error, because a provenance
+    /// is only information for people.
     pub(crate) fn of_texts(texts: [&str; 4]) -> Self {
         if texts.iter().all(|text| text.is_empty()) {
             return Self::NONE;

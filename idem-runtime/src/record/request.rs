@@ -1,6 +1,6 @@
 //! Requests to a store, and the answers of the store.
 
-use std::num::NonZeroU32;
+use std::num::{NonZeroU16, NonZeroU32};
 use std::time::Duration;
 
 use super::{Holder, OwnerToken, Provenance, State, StoredResult, Traceparent};
@@ -25,7 +25,10 @@ pub struct ReserveRequest {
     pub on_crash: OnCrash,
     /// Largest number of attempts that may run; `None` if the number is unlimited.
     pub max_attempts: Option<NonZeroU32>,
-    /// Information for people, which the record of the attempt keeps.
+    /// Largest number of questions to the reconciler about an interrupted operation; `None` if the caller has no
+    /// reconciler.
+    pub max_reconciliations: Option<NonZeroU16>,
+    /// Information for people. The record of the attempt keeps this information.
     pub provenance: Provenance,
 }
 
@@ -33,8 +36,17 @@ impl ReserveRequest {
     /// Makes a request without a holder, a fingerprint or a limit of attempts. The `on_crash` of the request is
     /// [`OnCrash::Retry`].
     pub const fn new(key: Key, owner: OwnerToken, lease: Duration, ttl: Duration) -> Self {
-        let (fingerprint, max_attempts, provenance) = (None, None, Provenance::NONE);
-        Self { key, owner, lease, ttl, fingerprint, on_crash: OnCrash::Retry, max_attempts, provenance }
+        Self {
+            key,
+            owner,
+            lease,
+            ttl,
+            fingerprint: None,
+            on_crash: OnCrash::Retry,
+            max_attempts: None,
+            max_reconciliations: None,
+            provenance: Provenance::NONE,
+        }
     }
 
     /// Sets the [key](Self::key).
@@ -77,6 +89,12 @@ impl ReserveRequest {
     #[must_use]
     pub fn max_attempts(self, max_attempts: impl Into<Option<NonZeroU32>>) -> Self {
         Self { max_attempts: max_attempts.into(), ..self }
+    }
+
+    /// Sets the [limit of reconciliations](Self::max_reconciliations), for a caller that has a reconciler.
+    #[must_use]
+    pub fn max_reconciliations(self, max_reconciliations: impl Into<Option<NonZeroU16>>) -> Self {
+        Self { max_reconciliations: max_reconciliations.into(), ..self }
     }
 
     /// Sets the holder of the key, usually [`StoreContext::holder`](crate::store::StoreContext::holder) of the store
@@ -139,6 +157,9 @@ pub enum Release {
     NotStarted,
     /// The effect of the body is in doubt, and no further attempt may run its body before the doubt is settled.
     Interrupted,
+    /// The reconciler of an interrupted operation ended without an answer: the operation is interrupted again, and the
+    /// attempt does not count against `max_attempts`.
+    Unresolved,
 }
 
 impl Release {
@@ -146,7 +167,15 @@ impl Release {
     pub fn state(self) -> State {
         match self {
             Self::Returned | Self::NotStarted => State::Released,
-            Self::Interrupted => State::Interrupted,
+            Self::Interrupted | Self::Unresolved => State::Interrupted,
+        }
+    }
+
+    /// Returns whether the attempt counts against `max_attempts`.
+    pub fn counts(self) -> bool {
+        match self {
+            Self::Returned | Self::Interrupted => true,
+            Self::NotStarted | Self::Unresolved => false,
         }
     }
 }

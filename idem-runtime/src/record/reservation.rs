@@ -21,6 +21,9 @@ pub enum Reservation {
         lease: Lease,
         /// True if this attempt took over an attempt whose lease had lapsed.
         takeover: bool,
+        /// True if the effect of an earlier attempt is in doubt: the caller must settle the doubt before its body runs.
+        /// Only a caller with a reconciler gets such a lease.
+        in_doubt: bool,
     },
     /// Another attempt holds the key: the duplicate waits or returns an error.
     #[non_exhaustive]
@@ -58,11 +61,6 @@ pub enum Reservation {
 }
 
 impl Reservation {
-    /// Makes a [`Granted`](Self::Granted).
-    pub const fn granted(lease: Lease, takeover: bool) -> Self {
-        Self::Granted { lease, takeover }
-    }
-
     /// Makes an [`InProgress`](Self::InProgress).
     pub const fn in_progress(attempt: u32, lapses_in: Duration) -> Self {
         Self::InProgress { attempt, lapses_in }
