@@ -3,16 +3,18 @@
 mod backoff;
 mod mode;
 mod options;
+mod recovery;
 mod uncertain;
 
 use std::fmt;
-use std::num::NonZeroU32;
+use std::num::{NonZeroU16, NonZeroU32};
 use std::time::Duration;
 
 pub use self::backoff::Backoff;
 use self::mode::ModeSource;
 pub use self::mode::{Mode, ModeSwitch};
 pub use self::options::{InProgress, Migrate, MissingKey, OnCrash, OnError, OnStoreError, OnUndecodable};
+pub use self::recovery::RecoveryPolicy;
 pub use self::uncertain::{Doubt, Uncertain};
 use crate::key::{DisplayByte, KeyDisplay};
 
@@ -35,21 +37,27 @@ use crate::key::{DisplayByte, KeyDisplay};
 #[derive(Clone, Copy, Debug)]
 pub struct Policy {
     pub(crate) ttl: Duration,
+    pub(crate) error_ttl: OptionalMillis,
     pub(crate) lease: Duration,
     pub(crate) in_progress: InProgress,
     pub(crate) on_crash: OnCrash,
     pub(crate) max_attempts: Option<NonZeroU32>,
     pub(crate) missing_key: MissingKey,
     pub(crate) on_store_error: OnStoreError,
-    pub(crate) max_result_bytes: usize,
+    max_result_bytes: u32,
     pub(crate) timeout: Duration,
-    max_pause: Option<Duration>,
+    max_pause: OptionalMillis,
     pub(crate) backoff: Backoff,
     pub(crate) on_uncertain: Option<fn(Uncertain<'_>)>,
     pub(crate) on_undecodable: OnUndecodable,
     pub(crate) key_display: DisplayByte,
+    max_reconciliations: NonZeroU16,
+    /// True if the handler has a reconciler.
+    pub(crate) reconciles: bool,
     mode: ModeSource,
 }
+
+const DEFAULT_RECONCILIATIONS: NonZeroU16 = NonZeroU16::new(Policy::DEFAULT_MAX_RECONCILIATIONS).unwrap();
 
 impl Policy {
     /// Default lease: 30 s.
@@ -62,25 +70,30 @@ impl Policy {
     pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(3600);
     /// Default size limit of a recorded result: 256 KiB.
     pub const DEFAULT_MAX_RESULT_BYTES: usize = 256 * 1024;
+    /// Default limit of the questions to a reconciler about one operation.
+    pub const DEFAULT_MAX_RECONCILIATIONS: u16 = 16;
 
     /// Creates a policy that keeps finished records for `ttl`, counted from completion. All other options have their
     /// defaults.
     pub const fn new(ttl: Duration) -> Self {
         Self {
             ttl,
+            error_ttl: OptionalMillis::NONE,
             lease: Self::DEFAULT_LEASE,
             in_progress: InProgress::Reject,
             on_crash: OnCrash::Retry,
             max_attempts: None,
             missing_key: MissingKey::Reject,
             on_store_error: OnStoreError::Fail,
-            max_result_bytes: Self::DEFAULT_MAX_RESULT_BYTES,
+            max_result_bytes: clamped(Self::DEFAULT_MAX_RESULT_BYTES),
             timeout: Self::DEFAULT_TIMEOUT,
-            max_pause: None,
+            max_pause: OptionalMillis::NONE,
             backoff: Backoff::DEFAULT,
             on_uncertain: None,
             on_undecodable: OnUndecodable::Error,
             key_display: DisplayByte::WHOLE,
+            max_reconciliations: DEFAULT_RECONCILIATIONS,
+            reconciles: false,
             mode: ModeSource::Fixed(Mode::Enforce),
         }
     }
@@ -90,6 +103,37 @@ impl Policy {
     #[must_use]
     pub const fn ttl(self, ttl: Duration) -> Self {
         Self { ttl, ..self }
+    }
+
+    /// Sets the retention of a recorded error, counted from its completion (default: [`ttl`](Self::ttl)). After this
+    /// time a message that the broker still delivers runs the body again.
+    #[must_use]
+    pub const fn error_ttl(self, error_ttl: Duration) -> Self {
+        Self { error_ttl: OptionalMillis::of(error_ttl), ..self }
+    }
+
+    /// Returns the retention of a finished record; `is_error` is true for a recorded error.
+    pub(crate) fn retention(&self, is_error: bool) -> Duration {
+        self.error_ttl.get().filter(|_| is_error).unwrap_or(self.ttl)
+    }
+
+    /// Demands that every handler with this policy names the reaction to a crash: `on_crash = retry`, `fail` or
+    /// `reconcile(…)`. A handler without that option does not compile.
+    ///
+    /// ```compile_fail
+    /// # use std::time::Duration;
+    /// use idem_runtime::policy::RecoveryPolicy;
+    /// use idem_runtime::{Error, MemoryStore, Policy, idempotent};
+    ///
+    /// const PAYMENTS: RecoveryPolicy = Policy::new(Duration::from_secs(30 * 86_400)).require_recovery();
+    ///
+    /// #[idempotent(key = "{order}", store = store, policy = PAYMENTS)] // No `on_crash`: does not compile.
+    /// async fn charge(store: &MemoryStore, order: u64) -> Result<u64, Error> {
+    ///     Ok(order)
+    /// }
+    /// ```
+    pub const fn require_recovery(self) -> RecoveryPolicy {
+        RecoveryPolicy::new(self)
     }
 
     /// Sets the lease: the time for which an attempt holds its key without a renewal (default: 30 s). A running attempt
@@ -115,7 +159,7 @@ impl Policy {
     /// record is damaged, the body ends when its lease lapses.
     #[must_use]
     pub const fn max_pause(self, max_pause: Duration) -> Self {
-        Self { max_pause: Some(max_pause), ..self }
+        Self { max_pause: OptionalMillis::of(max_pause), ..self }
     }
 
     /// Sets the pause before a message is delivered again after a failure (default: from 1 s to 5 min).
@@ -164,6 +208,37 @@ impl Policy {
         Self { max_attempts: limit, ..self }
     }
 
+    /// Limits the questions to the [reconciler](crate::Reconciliation) about one operation (default: 16). After this
+    /// number of questions without an answer, duplicates get [`Error::Interrupted`](crate::Error::Interrupted) until an
+    /// operator decides; a decision sets the number back to zero.
+    ///
+    /// # Panics
+    /// If `max_reconciliations` is zero, because the reconciler could never be asked. In a `const` this panic is a
+    /// compile error.
+    #[must_use]
+    pub const fn max_reconciliations(self, max_reconciliations: u16) -> Self {
+        match NonZeroU16::new(max_reconciliations) {
+            Some(max_reconciliations) => Self { max_reconciliations, ..self },
+            None => panic!("`max_reconciliations` must be at least 1"),
+        }
+    }
+
+    /// Returns the policy of a handler with a reconciler. A crash then leaves the operation interrupted, and the
+    /// reconciler settles the doubt.
+    pub(crate) const fn reconciling(self) -> Self {
+        Self { on_crash: OnCrash::Fail, reconciles: true, ..self }
+    }
+
+    /// Returns the size limit of a recorded result.
+    pub(crate) const fn result_limit(&self) -> usize {
+        self.max_result_bytes as usize
+    }
+
+    /// Returns the largest number of questions to the reconciler; `None` if the handler has no reconciler.
+    pub(crate) fn reconciliations(&self) -> Option<NonZeroU16> {
+        self.reconciles.then_some(self.max_reconciliations)
+    }
+
     /// Sets the reaction to a key that is `None`, empty or blank (default: [`MissingKey::Reject`]).
     #[must_use]
     pub const fn missing_key(self, missing_key: MissingKey) -> Self {
@@ -181,7 +256,7 @@ impl Policy {
     /// [`Error::ResultUnavailable`](crate::Error::ResultUnavailable).
     #[must_use]
     pub const fn max_result_bytes(self, max_result_bytes: usize) -> Self {
-        Self { max_result_bytes, ..self }
+        Self { max_result_bytes: clamped(max_result_bytes), ..self }
     }
 
     /// Sets the reaction to a recorded result that can't be decoded any more (default: [`OnUndecodable::Error`]). A
@@ -231,7 +306,7 @@ impl Policy {
 
     /// Returns [`max_pause`](Self::max_pause), or its default if the option is not set.
     pub(crate) const fn longest_pause(&self) -> Duration {
-        match self.max_pause {
+        match self.max_pause.get() {
             Some(pause) => pause,
             None => self.lease.saturating_mul(3),
         }
@@ -252,12 +327,47 @@ impl Policy {
         {
             return Err(PolicyProblem::TooLong);
         }
+        if let Some(error_ttl) = self.error_ttl.get()
+            && (error_ttl.as_millis() == 0 || error_ttl.as_nanos() > Self::MAX_DURATION.as_nanos())
+        {
+            return Err(PolicyProblem::ErrorTtl(error_ttl));
+        }
         // The comparison is in milliseconds, because stores keep the retention in milliseconds.
         if self.ttl.as_millis() == 0 || self.ttl.as_nanos() < self.beat().as_nanos() {
             return Err(PolicyProblem::TtlTooShort { ttl: self.ttl, beat: self.beat() });
         }
         Ok(())
     }
+}
+
+/// Optional duration, in half the bytes of an `Option<Duration>`, because every call carries its policy.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OptionalMillis(u64);
+
+impl OptionalMillis {
+    const NONE: Self = Self(u64::MAX);
+
+    /// Rounds `duration` up to milliseconds.
+    const fn of(duration: Duration) -> Self {
+        let millis = duration.as_nanos().div_ceil(1_000_000);
+        // The cast keeps the value, which is below `NONE`.
+        #[allow(clippy::cast_possible_truncation)]
+        Self(if millis < u64::MAX as u128 { millis as u64 } else { u64::MAX - 1 })
+    }
+
+    pub(crate) const fn get(self) -> Option<Duration> {
+        match self.0 {
+            u64::MAX => None,
+            millis => Some(Duration::from_millis(millis)),
+        }
+    }
+}
+
+/// Returns `bytes`, but at most 4 GiB, because no store accepts a longer result.
+const fn clamped(bytes: usize) -> u32 {
+    // The cast keeps the value.
+    #[allow(clippy::cast_possible_truncation)]
+    if bytes < u32::MAX as usize { bytes as u32 } else { u32::MAX }
 }
 
 /// Reason why a [`Policy`] can't be honoured.
@@ -276,6 +386,8 @@ pub enum PolicyProblem {
     },
     /// The lease or the retention is longer than [`Policy::MAX_DURATION`].
     TooLong,
+    /// The retention of recorded errors is zero or longer than [`Policy::MAX_DURATION`].
+    ErrorTtl(Duration),
     /// The `timeout` is zero.
     NoTime,
     /// The broker may deliver a message again after its record has expired; see
@@ -313,6 +425,9 @@ impl fmt::Display for PolicyProblem {
                  give more than the broker keeps a message"
             ),
             Self::TooLong => write!(f, "`lease` or `ttl` is longer than 100 years"),
+            Self::ErrorTtl(ttl) => {
+                write!(f, "`error_ttl` is {ttl:?}; give more than zero and at most 100 years, or leave it out")
+            }
             Self::NoTime => write!(f, "`timeout` is zero, so no body could run; leave it out or give it time"),
             Self::TtlBelowRedelivery { ttl, redelivery: Some(redelivery) } => write!(
                 f,

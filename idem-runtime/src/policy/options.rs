@@ -60,6 +60,10 @@ pub enum OnError {
     Release,
     /// The error is stored and replayed to every duplicate.
     Record,
+    /// The effect may have happened: no body runs for the key before the doubt is settled, by the
+    /// [reconciler](crate::Reconciliation) of the handler or by an operator. Duplicates get
+    /// [`Error::Interrupted`](crate::Error::Interrupted).
+    Uncertain,
 }
 
 /// Function that converts a recorded result of an older type into bytes that the handler's codec can decode; see

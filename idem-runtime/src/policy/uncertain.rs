@@ -33,4 +33,6 @@ pub enum Doubt {
     Panicked,
     /// The effect of an earlier attempt is in doubt, so no further attempt runs its body.
     Interrupted,
+    /// The body returned an error that is [uncertain](crate::OnError::Uncertain).
+    Reported,
 }
