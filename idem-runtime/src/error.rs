@@ -123,6 +123,10 @@ pub enum Error {
         store: &'static str,
         /// Number of the attempt that was interrupted.
         attempt: u32,
+        /// Time until the [reconciler](crate::Reconciliation) of the handler may know more; `None` if an operator has
+        /// to decide, because the handler has no reconciler, or because the reconciler was asked as often as the policy
+        /// allows.
+        ask_again: Option<Duration>,
     },
     /// `max_attempts` runs have started without a recorded result. The body did not run again.
     #[non_exhaustive]
@@ -316,7 +320,8 @@ impl Error {
             | Self::MessageLost { retry_after, .. }
             | Self::DeadlinePassed { retry_after, .. }
             | Self::HeldBack { retry_after, .. }
-            | Self::Store { retry_after, .. } => Disposition::Retry { after: *retry_after },
+            | Self::Store { retry_after, .. }
+            | Self::Interrupted { ask_again: Some(retry_after), .. } => Disposition::Retry { after: *retry_after },
             _ if self.is_misconfigured() => Disposition::Retry { after: deployment_pause(self.key()) },
             // No delivery can finish the operation, so a person must decide about it.
             Self::NoAttempt
@@ -348,6 +353,15 @@ impl Error {
         }
     }
 
+    /// Returns the error of the store, if the store caused this error.
+    pub(crate) fn store_error(&self) -> Option<&StoreError> {
+        match self {
+            Self::Store { source, .. } | Self::Unrecorded { source, .. } => Some(source),
+            Self::LeaseLost { source, .. } => source.as_ref(),
+            _ => None,
+        }
+    }
+
     /// Returns whether the effect of the operation may have happened although the record does not show the effect. An
     /// alert on uncertain errors is advisable.
     pub fn is_uncertain(&self) -> bool {
@@ -375,11 +389,15 @@ impl Error {
             Self::LeaseLost { key, store, attempt, .. }
             | Self::Unrecorded { key, store, attempt, .. }
             | Self::TimedOut { key, store, attempt, .. }
-            | Self::Interrupted { key, store, attempt } => Some(Uncertain { key, store, attempt: *attempt, cause }),
+            | Self::Interrupted { key, store, attempt, .. } => Some(Uncertain { key, store, attempt: *attempt, cause }),
             _ => None,
         }
     }
 }
+
+/// Next step for a store that refuses until a person has acted.
+const CORRECT_STORE: &str = "correct the store or the rights of its login (`idem doctor` finds the problem, and \
+    `idem schema migrate` creates a missing table); the message can be delivered again";
 
 impl fmt::Display for Error {
     #[expect(clippy::too_many_lines, reason = "one text for each variant, to be read together")]
@@ -413,15 +431,21 @@ impl fmt::Display for Error {
                  deployment, by a new field for example: leave the field out while it is absent \
                  (`skip_serializing_if`), or hash only parts that stay (`fingerprint = (event.id, event.amount)`)"
             ),
-            Self::Interrupted { key, store, attempt } => write!(
+            Self::Interrupted { key, store, attempt, ask_again: Some(after) } => write!(
                 f,
-                "key `{key}` in {store}: attempt {attempt} started and did not return, and `on_crash = fail` allows no \
-                 other; find out whether it took effect, then say so by `store.operator().resolve`, or let the next delivery run by `reopen`"
+                "key `{key}` in {store}: the effect of attempt {attempt} is in doubt, and the reconciler does not know yet; the \
+                 body did not run; deliver the message again in {after:?}"
+            ),
+            Self::Interrupted { key, store, attempt, .. } => write!(
+                f,
+                "key `{key}` in {store}: the effect of attempt {attempt} is in doubt, and no other may run; find out whether it \
+                 took effect, then record that with `idem resolve`, or let the next delivery run with `idem reopen` (in code: \
+                 `store.operator()`)"
             ),
             Self::AttemptsExhausted { key, store, attempts } => write!(
                 f,
                 "key `{key}` in {store}: {attempts} attempts have started, as many as `max_attempts` allows; the body \
-                 did not run again; `store.operator().reopen` lets the next delivery run"
+                 did not run again; `idem reopen` lets the next delivery run (in code: `store.operator().reopen`)"
             ),
             Self::Panicked { key: Some(key), attempt: Some(attempt), .. } => write!(
                 f,
@@ -462,9 +486,10 @@ impl fmt::Display for Error {
             Self::LeaseLost { key, store, attempt, source: Some(source), .. } => {
                 let next = match source.kind() {
                     StoreErrorKind::Corrupt => {
-                        "look at the record, and have it forgotten once no handler is running for it; until then no delivery runs"
+                        "look at the record with `idem show`, and remove it with `idem forget` once no handler is running for it; until then \
+                         no delivery runs"
                     }
-                    _ if source.is_for_good() => "correct the store or the rights of its login; the message can be delivered again",
+                    _ if source.is_for_good() => CORRECT_STORE,
                     StoreErrorKind::Full => "make room in the store; the message can be delivered again",
                     _ => "deliver the message again once the store answers",
                 };
@@ -507,7 +532,7 @@ impl fmt::Display for Error {
                 };
                 let next = match source.kind() {
                     StoreErrorKind::Corrupt => "look at the record; no delivery runs before it is forgotten",
-                    _ if source.is_for_good() => "correct the store or the rights of its login; the message can be delivered again",
+                    _ if source.is_for_good() => CORRECT_STORE,
                     StoreErrorKind::Full => "make room in the store; the message can be delivered again",
                     _ => "deliver the message again",
                 };

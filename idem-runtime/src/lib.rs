@@ -87,6 +87,42 @@
 //! `aws-sdk-dynamodb` 1, and `Offloaded` an object store of `object_store` 0.14.
 //!
 //! The library runs on tokio: tokio tasks renew leases and make late writes.
+//!
+// Each link above leads to its item, or to the table of features if the feature of the item is off.
+#![cfg_attr(feature = "sqlite", doc = "[`SqliteStore`]: SqliteStore")]
+#![cfg_attr(not(feature = "sqlite"), doc = "[`SqliteStore`]: #features")]
+#![cfg_attr(feature = "redis", doc = "[`RedisStore`]: RedisStore")]
+#![cfg_attr(not(feature = "redis"), doc = "[`RedisStore`]: #features")]
+#![cfg_attr(feature = "postgres", doc = "[`PostgresStore`]: PostgresStore")]
+#![cfg_attr(not(feature = "postgres"), doc = "[`PostgresStore`]: #features")]
+#![cfg_attr(feature = "dynamodb", doc = "[`DynamoStore`]: DynamoStore")]
+#![cfg_attr(not(feature = "dynamodb"), doc = "[`DynamoStore`]: #features")]
+#![cfg_attr(feature = "cached", doc = "[`Cached`]: Cached")]
+#![cfg_attr(not(feature = "cached"), doc = "[`Cached`]: #features")]
+#![cfg_attr(feature = "compressed", doc = "[`Compressed`]: Compressed")]
+#![cfg_attr(not(feature = "compressed"), doc = "[`Compressed`]: #features")]
+#![cfg_attr(feature = "offloaded", doc = "[`Offloaded`]: Offloaded")]
+#![cfg_attr(not(feature = "offloaded"), doc = "[`Offloaded`]: #features")]
+#![cfg_attr(any(feature = "postgres", feature = "with-rusqlite"), doc = "[`within`]: within")]
+#![cfg_attr(not(any(feature = "postgres", feature = "with-rusqlite")), doc = "[`within`]: #features")]
+#![cfg_attr(feature = "msgpack", doc = "[`MessagePack`]: MessagePack")]
+#![cfg_attr(not(feature = "msgpack"), doc = "[`MessagePack`]: #features")]
+#![cfg_attr(feature = "postcard", doc = "[`Postcard`]: Postcard")]
+#![cfg_attr(not(feature = "postcard"), doc = "[`Postcard`]: #features")]
+#![cfg_attr(feature = "http", doc = "[`http::IdempotencyLayer`]: http::IdempotencyLayer")]
+#![cfg_attr(not(feature = "http"), doc = "[`http::IdempotencyLayer`]: #features")]
+#![cfg_attr(feature = "http-client", doc = "[`http::client::RetryLayer`]: http::client::RetryLayer")]
+#![cfg_attr(not(feature = "http-client"), doc = "[`http::client::RetryLayer`]: #features")]
+#![cfg_attr(feature = "tower", doc = "[`tower::OperationLayer`]: tower::OperationLayer")]
+#![cfg_attr(not(feature = "tower"), doc = "[`tower::OperationLayer`]: #features")]
+#![cfg_attr(feature = "testing", doc = "[`testing::explore`]: testing::explore")]
+#![cfg_attr(not(feature = "testing"), doc = "[`testing::explore`]: #features")]
+#![cfg_attr(feature = "testing", doc = "[`testing::Explorer`]: testing::Explorer")]
+#![cfg_attr(not(feature = "testing"), doc = "[`testing::Explorer`]: #features")]
+#![cfg_attr(any(feature = "testing", feature = "conformance"), doc = "[`testing::FaultyStore`]: testing::FaultyStore")]
+#![cfg_attr(not(any(feature = "testing", feature = "conformance")), doc = "[`testing::FaultyStore`]: #features")]
+#![cfg_attr(feature = "conformance", doc = "[`store_conformance!`]: store_conformance!")]
+#![cfg_attr(not(feature = "conformance"), doc = "[`store_conformance!`]: #features")]
 #![warn(missing_debug_implementations, missing_docs)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
@@ -112,12 +148,21 @@ mod sync;
 pub mod testing;
 #[cfg(feature = "tower")]
 pub mod tower;
-#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg_attr(
+    not(any(
+        feature = "with-rusqlite",
+        feature = "with-sqlx-0_8",
+        feature = "with-sqlx-0_9",
+        feature = "with-tokio-postgres-0_7"
+    )),
+    allow(dead_code, unused_imports, reason = "for types of drivers")
+)]
 pub mod within;
 
 /// Futures that [`observe`] and [`observe_all`] return.
 pub mod future {
-    pub use crate::engine::{CatchPanics, NoBeat, Observe, ObserveAll, OnBeat};
+    pub use crate::engine::{CatchPanics, NoBeat, Observe, ObserveAll, OnBeat, Reconciler};
 }
 
 /// Actions of an operator on a record: to inspect, resolve, reopen or forget it, and to break its lease.
@@ -142,7 +187,7 @@ pub mod redis {
 /// Records in a file of SQLite.
 #[cfg(feature = "sqlite")]
 pub mod sqlite {
-    #[cfg(feature = "with-rusqlite-0_40")]
+    #[cfg(feature = "with-rusqlite")]
     pub use crate::stores::sqlite::InSqlite;
     pub use crate::stores::sqlite::{SqliteOptions, SqliteStore, Synchronous};
 }
@@ -150,11 +195,7 @@ pub mod sqlite {
 /// Records in a table of PostgreSQL.
 #[cfg(feature = "postgres")]
 pub mod postgres {
-    #[cfg(feature = "with-sqlx-0_8")]
-    pub use crate::stores::postgres::InSqlx;
-    #[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
-    pub use crate::stores::postgres::{InPostgres, Transaction};
-    pub use crate::stores::postgres::{PostgresOptions, PostgresStore};
+    pub use crate::stores::postgres::{InPostgres, PostgresOptions, PostgresStore, Transaction};
 }
 
 /// Records in a table of DynamoDB.
@@ -198,7 +239,7 @@ pub use compressed::Compressed;
 #[cfg(feature = "dynamodb")]
 #[doc(inline)]
 pub use dynamodb::DynamoStore;
-pub use engine::{Attempt, Operation, Outcome, Refusal, current, observe, observe_all};
+pub use engine::{Attempt, Operation, Outcome, Reconciliation, Refusal, current, observe, observe_all};
 #[doc(inline)]
 pub use error::{Disposition, Error};
 #[cfg(feature = "macros")]

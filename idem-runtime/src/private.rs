@@ -9,15 +9,19 @@
 use std::any::type_name;
 use std::fmt::Display;
 use std::marker::PhantomData;
+use std::pin::Pin;
+use std::task::{Context, Poll};
 
+use pin_project_lite::pin_project;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::codec::Codec;
-use crate::engine::{ErrorRule, RecordResults, RecordValues, Recorder};
+use crate::engine::reconciliation::settle;
+use crate::engine::{ErrorRule, Reconciliation, RecordResults, RecordValues, Recorder};
 use crate::error::Error;
 use crate::key::{Key, KeyBuilder, KeyError, KeyPart, is_scope};
-use crate::policy::OnError;
+use crate::policy::{OnError, RecoveryPolicy};
 use crate::store::Store;
 
 pub use std::option::Option::{None, Some};
@@ -26,6 +30,7 @@ pub use std::{column, concat, file, line, module_path};
 
 pub use crate::codec::Json;
 pub use crate::engine::Operation;
+pub use crate::engine::reconciliation::is_asked;
 pub use crate::key::Scope;
 pub use crate::policy::{InProgress, MissingKey, Mode, OnCrash, OnStoreError, OnUndecodable, Policy};
 #[cfg(feature = "macros")]
@@ -39,7 +44,8 @@ pub mod parts {
 /// Traits whose methods check types.
 pub mod types {
     pub use super::{
-        ErrorIsRecorded as _, IsCodec as _, Records as _, ReturnsResult as _, TakesError as _, ValueIsRecorded as _,
+        ErrorIsRecorded as _, IsCodec as _, Reconciles as _, Records as _, ReturnsResult as _, TakesError as _,
+        TakesReconciler as _, ValueIsRecorded as _,
     };
 }
 
@@ -179,7 +185,7 @@ impl<S: Store + ?Sized> OperationOn for S {
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a `Policy`",
     label = "not an `idem_runtime::Policy`",
-    note = "write an expression that is or derefs to an `idem_runtime::Policy`, for example `policy = app.policy`"
+    note = "write an expression that is or derefs to an `idem_runtime::Policy`, for example `policy = app.policy`; next to a policy that requires recovery, also write `on_crash = retry`, `on_crash = fail` or `on_crash = reconcile(..)`"
 )]
 pub trait IsPolicy {
     fn policy(&self) -> Policy;
@@ -188,6 +194,38 @@ pub trait IsPolicy {
 impl IsPolicy for Policy {
     fn policy(&self) -> Policy {
         *self
+    }
+}
+
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a `Policy`",
+    label = "not an `idem_runtime::Policy`",
+    note = "write an expression that is or derefs to an `idem_runtime::Policy`, for example `policy = app.policy`"
+)]
+pub trait IsRecoveringPolicy {
+    fn policy(&self) -> Policy;
+}
+
+impl IsRecoveringPolicy for Policy {
+    fn policy(&self) -> Policy {
+        *self
+    }
+}
+
+impl IsRecoveringPolicy for RecoveryPolicy {
+    fn policy(&self) -> Policy {
+        self.with_recovery()
+    }
+}
+
+/// Reads the policy of a handler that names `on_crash`, and accepts a policy that requires this option.
+pub trait RecoveringPolicyOf {
+    fn idem_recovering_policy(&self) -> Policy;
+}
+
+impl<P: IsRecoveringPolicy + ?Sized> RecoveringPolicyOf for P {
+    fn idem_recovering_policy(&self) -> Policy {
+        self.policy()
     }
 }
 
@@ -383,6 +421,7 @@ where
 /// Makes the recorder that the option `on_error` selects.
 pub trait Records<T, E> {
     fn values<C: Codec>(self, codec: BoundCheck<C>) -> Handler<T, E, RecordValues<C>>;
+    fn values_or_doubt<C: Codec>(self, codec: BoundCheck<C>) -> Handler<T, E, RecordValues<C, true>>;
     fn results<C: Codec>(self, codec: BoundCheck<C>) -> Handler<T, E, RecordResults<C, ()>>;
     fn results_if<C: Codec, F: Fn(&E) -> OnError>(
         self,
@@ -393,6 +432,10 @@ pub trait Records<T, E> {
 
 impl<T, E> Records<T, E> for BoundCheck<Result<T, E>> {
     fn values<C: Codec>(self, _: BoundCheck<C>) -> Handler<T, E, RecordValues<C>> {
+        Handler { recorder: RecordValues::new(), result: PhantomData }
+    }
+
+    fn values_or_doubt<C: Codec>(self, _: BoundCheck<C>) -> Handler<T, E, RecordValues<C, true>> {
         Handler { recorder: RecordValues::new(), result: PhantomData }
     }
 
@@ -421,6 +464,81 @@ pub struct Rule<E, F> {
 impl<E, F> ErrorRule<E> for Rule<E, F> {
     fn decide(&self, error: &E) -> OnError {
         (self.call)(&self.decide, error)
+    }
+}
+
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a reconciler for a handler that returns `Result<{T}, {E}>`",
+    label = "not a future of a `Result<Reconciliation<{T}>, {E}>`",
+    note = "write the call of an `async fn` that returns `Result<Reconciliation<{T}>, {E}>`, for example `on_crash = reconcile(find_charge(app, order))`"
+)]
+pub trait ReconcilerWanted<T, E> {
+    fn poll_settled(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<T, E>>>;
+}
+
+impl<T, E: From<Error>, F: Future<Output = Result<Reconciliation<T>, E>>> ReconcilerWanted<T, E> for F {
+    fn poll_settled(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<T, E>>> {
+        self.poll(cx).map(settle)
+    }
+}
+
+/// Checks the type of a reconciler.
+pub trait TakesReconciler<T, E> {
+    fn idem_reconciler<F: ReconcilerWanted<T, E>>(self, reconciler: F) -> SettledDoubt<F, T, E>;
+}
+
+impl<T, E: From<Error>> TakesReconciler<T, E> for BoundCheck<Result<T, E>> {
+    fn idem_reconciler<F: ReconcilerWanted<T, E>>(self, reconciler: F) -> SettledDoubt<F, T, E> {
+        SettledDoubt { reconciler, poll: F::poll_settled }
+    }
+}
+
+pin_project! {
+    /// Future of a reconciler. The output of the future is the result of the call, or `None` if the body must run. The
+    /// bound on the future is checked where this value is built; the function pointer keeps the `await` from reporting
+    /// the bound again.
+    #[derive(Debug)]
+    pub struct SettledDoubt<F, T, E> {
+        #[pin]
+        reconciler: F,
+        poll: fn(Pin<&mut F>, &mut Context<'_>) -> Poll<Option<Result<T, E>>>,
+    }
+}
+
+impl<F, T, E> Future for SettledDoubt<F, T, E> {
+    type Output = Option<Result<T, E>>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.project();
+        (this.poll)(this.reconciler, cx)
+    }
+}
+
+#[diagnostic::on_unimplemented(
+    message = "`on_crash = reconcile(..)` can't stand in a transaction",
+    label = "this store is a transaction",
+    note = "record and rows commit together, so no effect of the transaction is ever in doubt: leave `on_crash` out"
+)]
+pub trait MayReconcile: Sized {
+    #[must_use]
+    fn reconciling(self) -> Self;
+}
+
+impl MayReconcile for Operation {
+    fn reconciling(self) -> Self {
+        self.reconciles()
+    }
+}
+
+/// Makes the call of a handler that has a reconciler.
+pub trait Reconciles: Sized {
+    #[must_use]
+    fn idem_reconciling(self) -> Self;
+}
+
+impl<O: MayReconcile, T, E, R> Reconciles for ProtectedCall<O, T, E, R> {
+    fn idem_reconciling(self) -> Self {
+        Self { operation: self.operation.reconciling(), ..self }
     }
 }
 
@@ -456,7 +574,7 @@ impl<T, E: From<Error>, R: Recorder<T, E>> ProtectedCall<Operation, T, E, R> {
     }
 }
 
-#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
 impl<C, T, E, R> ProtectedCall<Operation<RecordValues<Json>, crate::within::InTransaction<'_, C>>, T, E, R>
 where
     C: crate::within::TransactionStore,

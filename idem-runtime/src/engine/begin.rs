@@ -19,7 +19,7 @@ use crate::error::{Error, Mismatch};
 use crate::key::{Key, KeyError, KeyProblem};
 use crate::metrics::StoreOp;
 use crate::policy::{Backoff, InProgress, MissingKey, Mode, OnCrash, OnStoreError, Policy, PolicyProblem};
-use crate::record::{Admission, Inspection, Lease, LeaseMark, Record, Reservation, ReserveRequest, Verdict};
+use crate::record::{Admission, Inspection, Lease, LeaseMark, Record, Reservation, ReserveRequest, State, Verdict};
 use crate::store::flight::{WaitOutcome, WaitTicket, wait_once};
 use crate::store::{LastWait, Store, StoreError, StoreErrorKind, StoreFuture, renew_all};
 
@@ -272,7 +272,7 @@ impl<'a> Request<'a> {
         }
         // A time limit longer than the lease only logs a warning, once for each store handle: most calls of a store are
         // much faster than its time limit.
-        if let Err(reason) = policy.check_with(store)
+        if let Err(reason) = policy.check_lease(store)
             && store.context().warns_now()
         {
             tracing::warn!(%key, store = store.context().name(), "{reason}");
@@ -303,6 +303,8 @@ impl<'a> Request<'a> {
             fingerprint,
             on_crash: policy.on_crash,
             max_attempts: policy.max_attempts,
+            // In shadow mode the body runs whatever the record says, so its reconciler is not asked.
+            max_reconciliations: policy.reconciliations().filter(|_| mode == Mode::Enforce),
             provenance: store.context().provenance(),
         };
         let reserve = match observer::traceparent() {
@@ -431,9 +433,10 @@ impl<'a> Request<'a> {
     /// Returns the lease that `answer` grants if another step must come before the body: a renewal of the lease, or the
     /// mark that the body begins. `since` is the time of the first request; `None` if the answer was immediate.
     fn unready(&self, answer: &Result<Reservation, StoreError>, since: Option<Instant>) -> Option<GrantedLease> {
-        let Ok(Reservation::Granted { lease, .. }) = answer else { return None };
+        let Ok(Reservation::Granted { lease, in_doubt, .. }) = answer else { return None };
         let too_late = since.is_some_and(|since| self.clock().now() >= since.saturating_add(lease.duration));
-        let unmarked = self.marks(lease);
+        // The record of a lease in doubt has the mark of the earlier attempt.
+        let unmarked = !in_doubt && self.marks(lease);
         (too_late || unmarked).then(|| GrantedLease { lease: lease.clone(), too_late, unmarked })
     }
 
@@ -457,8 +460,9 @@ impl<'a> Request<'a> {
         }
         Step::Decided(match reservation {
             Reservation::Finished { record, age } => {
-                let Policy { on_undecodable, ttl, backoff, .. } = *policy;
+                let Policy { on_undecodable, backoff, .. } = *policy;
                 let Record { owner, attempt, state, provenance, .. } = record;
+                let ttl = policy.retention(matches!(state, State::Failed(_)));
                 let (key, store, seed) = (key.clone(), name, owner.seed());
                 Start::Replay(Replay {
                     key,
@@ -473,8 +477,13 @@ impl<'a> Request<'a> {
                     on_undecodable,
                 })
             }
-            Reservation::Granted { lease, takeover } => {
-                if takeover {
+            Reservation::Granted { lease, takeover, in_doubt } => {
+                if in_doubt {
+                    tracing::warn!(
+                        %key, store = name, attempt = lease.attempt,
+                        "the effect of an earlier attempt is in doubt: its reconciler is asked before the body may run"
+                    );
+                } else if takeover {
                     tracing::warn!(
                         %key, store = name, attempt = lease.attempt,
                         "took over: the lease of the attempt before had lapsed; its process died, stood still or did not \
@@ -482,13 +491,13 @@ impl<'a> Request<'a> {
                     );
                 }
                 let attempt = Attempt::new(Arc::clone(store), lease, asked_at, policy.backoff);
-                Start::Reserved(HeldAttempt::new(attempt, takeover, self.mode == Mode::Enforce, policy))
+                Start::Reserved(HeldAttempt::new(attempt, takeover, in_doubt, self.mode == Mode::Enforce, policy))
             }
             Reservation::InProgress { attempt, lapses_in } => {
                 return Step::Running(RunningAttempt { attempt, lapses_in });
             }
             Reservation::Interrupted { attempt } => {
-                Start::Refused(Error::Interrupted { key: key.clone(), store: name, attempt })
+                Start::Refused(Error::Interrupted { key: key.clone(), store: name, attempt, ask_again: None })
             }
             Reservation::AttemptsExhausted { attempts } => {
                 Start::Refused(Error::AttemptsExhausted { key: key.clone(), store: name, attempts })

@@ -19,6 +19,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use pin_project_lite::pin_project;
 use tracing::Span;
@@ -29,16 +30,16 @@ use super::begin::{BeginResult, Start, begin};
 use super::end::end;
 use super::ending::{AttemptEnd, RecordContent};
 use super::held::{EndingAttempt, HeldAttempt, poll_as, report_uncertain};
-use super::observed_call::{Commit, ErrorFacts, ObservedCall, Progress, RecordedPart, Refusal};
+use super::observed_call::{Commit, ErrorFacts, ObservedCall, Progress, RecordedPart, Refusal, ReportedDoubt};
 use super::observer::{Seat, report, report_again};
-use super::poll_notes::note_refusal;
+use super::poll_notes::{DoubtStage, PollNotes, ask_again, note_refusal};
 use super::recorder::{Recorder, encoded};
 use super::telemetry::{Facts, Telemetry};
 use super::turns::Turn;
 use super::work::Work;
 use crate::codec::{ResultProblem, RoundTripError};
 use crate::error::{Disposition, Error};
-use crate::policy::{OnUndecodable, Policy, Uncertain};
+use crate::policy::{OnUndecodable, Uncertain};
 use crate::record::{Finish, Release, State, StoredResult};
 
 /// Makes the future of a call of a handler.
@@ -206,7 +207,7 @@ trait Protocol {
 
 #[inline]
 fn protocol(subject: Subject) -> impl Protocol {
-    let Policy { max_result_bytes, on_uncertain, .. } = subject.policy;
+    let (max_result_bytes, on_uncertain) = (subject.policy.result_limit(), subject.policy.on_uncertain);
     let commit = if subject.store.context().renews() { Commit::Done } else { Commit::Pending };
     let seen = ObservedCall { commit, ..ObservedCall::NEW };
     let telemetry = Telemetry::new(&subject);
@@ -253,13 +254,14 @@ pin_project! {
         // The body runs without a reservation.
         Unprotected {
             attempt: Option<Attempt>,
-            refused_inside: bool,
+            notes: PollNotes,
         },
         End {
             #[pin]
             end: C,
             is_ok: bool,
             enforced: bool,
+            doubt: DoubtStage,
         },
     }
 }
@@ -303,15 +305,15 @@ where
                     });
                     this.phase.set(match start {
                         Start::Reserved(held) => Phase::Body { held: Some(held) },
-                        Start::Unprotected { attempt, .. } => Phase::Unprotected { attempt, refused_inside: false },
+                        Start::Unprotected { attempt, .. } => Phase::Unprotected { attempt, notes: PollNotes::NEW },
                         Start::Replay(_) | Start::Refused(_) => unreachable!("the call has ended"),
                     });
                 }
-                PhaseProjection::Unprotected { attempt, refused_inside } => {
-                    let is_ok = ready!(polling(facts, || poll_as(attempt, refused_inside, work.as_mut(), cx)));
+                PhaseProjection::Unprotected { attempt, notes } => {
+                    let is_ok = ready!(polling(facts, || poll_as(attempt, notes, work.as_mut(), cx)));
                     // A refused call in the body may have caused this error, so an enclosing body must not record the
                     // error either.
-                    if *refused_inside && !is_ok {
+                    if notes.refused && !is_ok {
                         note_refusal();
                     }
                     facts.body_ended(None);
@@ -339,6 +341,8 @@ where
                         // The store handle counts the failures instead.
                         this.seen.again = this.seen.again.max(Some(running.attempt().pause_unprotected(is_ok)));
                     }
+                    let doubt = running.doubt();
+                    note_answer(this.seen, doubt);
                     this.seen.progress = Progress::Recording;
                     report(this.seat, || this.seen.clone());
                     let mut ending = held.take().expect("polled just now").ending();
@@ -347,24 +351,20 @@ where
                         // may run.
                         ending.ending = Some(AttemptEnd::Finish(Finish::Completed(StoredResult::Unencodable)));
                     }
-                    // A refused call in the body may have caused this error. The error is not recorded, because the
-                    // next delivery may succeed.
-                    ending.ending = Some(if ending.held.refused_inside() && !is_ok {
-                        note_refusal();
-                        AttemptEnd::Release(Release::Returned)
-                    } else {
-                        work.as_mut().record(*this.max_result_bytes)
-                    });
+                    this.seen.reported = end_of(&mut ending, (is_ok, doubt), work.as_mut(), *this.max_result_bytes);
+                    facts.reports_doubt(this.seen.reported);
                     // The body is dropped before the write: its variables may be large, or hold locks or permits that
                     // other tasks need.
                     work.as_mut().drop_body();
                     let enforced = ending.held.enforced;
-                    this.phase.set(Phase::End { end: (this.end)(ending), is_ok, enforced });
+                    this.phase.set(Phase::End { end: (this.end)(ending), is_ok, enforced, doubt });
                 }
-                PhaseProjection::End { end, is_ok, enforced } => {
+                PhaseProjection::End { end, is_ok, enforced, doubt } => {
                     match ready!(end.poll(cx)) {
                         Ok(content) => {
-                            this.seen.progress = Progress::Returned { is_ok: *is_ok, kept: kept(content) };
+                            facts.settled(span, *doubt);
+                            let returned = Progress::Returned { is_ok: *is_ok, kept: kept(content) };
+                            this.seen.progress = progress_after(*doubt, this.seen.again).unwrap_or(returned);
                             facts.recorded(*is_ok, this.seen.attempt, content);
                         }
                         Err(error) if *enforced => {
@@ -455,6 +455,62 @@ fn polling<T>(facts: &mut Facts, poll: impl FnOnce() -> T) -> T {
     polled
 }
 
+/// Sets the end of an attempt whose body or reconciler has returned. Returns who settles the doubt, if the body has
+/// reported a doubt.
+fn end_of(
+    ending: &mut EndingAttempt,
+    (is_ok, doubt): (bool, DoubtStage),
+    work: Pin<&mut dyn Work>,
+    max_result_bytes: usize,
+) -> Option<ReportedDoubt> {
+    let end = match doubt {
+        DoubtStage::Unresolved => AttemptEnd::Release(Release::Unresolved),
+        DoubtStage::Exhausted => AttemptEnd::Release(Release::NotStarted),
+        _ => match work.record(max_result_bytes) {
+            // An effect in doubt stays in doubt, whichever calls were refused.
+            uncertain @ AttemptEnd::Release(Release::Interrupted) => uncertain,
+            // A refused call in the body may have caused this error. The error is not recorded, because the next
+            // delivery may succeed.
+            _ if ending.held.refused_inside() && !is_ok => {
+                note_refusal();
+                AttemptEnd::Release(Release::Returned)
+            }
+            recorded => recorded,
+        },
+    };
+    let reported = match &end {
+        AttemptEnd::Release(Release::Interrupted) => Some(ending.held.reported_doubt()),
+        AttemptEnd::Finish(Finish::Failed(_)) => {
+            ending.held.keeps_error();
+            None
+        }
+        _ => None,
+    };
+    ending.ending = Some(end);
+    reported
+}
+
+/// Notes the answer of the reconciler, if it was asked.
+fn note_answer(seen: &mut ObservedCall, doubt: DoubtStage) {
+    seen.reconciled = doubt == DoubtStage::Done;
+    if doubt == DoubtStage::Unresolved {
+        seen.again = Some(ask_again());
+    }
+}
+
+/// Returns the progress of a call whose reconciler was asked, and whose body did not run. If the reconciler had no
+/// answer, the message is delivered again after the time `after`; `None` makes it a dead letter.
+fn progress_after(doubt: DoubtStage, after: Option<Duration>) -> Option<Progress> {
+    let (refusal, disposition) = match (doubt, after) {
+        (DoubtStage::Unresolved, Some(after)) => (Refusal::Interrupted, Disposition::Retry { after }),
+        (DoubtStage::Unresolved, None) => (Refusal::Interrupted, Disposition::DeadLetter),
+        (DoubtStage::Exhausted, _) => (Refusal::AttemptsExhausted, Disposition::DeadLetter),
+        _ => return None,
+    };
+    let error = ErrorFacts { disposition, misconfigured: false, store_failed: false };
+    Some(Progress::Refused { refusal, error })
+}
+
 fn kept(content: RecordContent) -> RecordedPart {
     match content {
         RecordContent::Nothing => RecordedPart::Nothing,
@@ -465,7 +521,7 @@ fn kept(content: RecordContent) -> RecordedPart {
 
 fn refuse(seen: &mut ObservedCall, work: Pin<&mut dyn Work>, error: Error, on_uncertain: Option<fn(Uncertain<'_>)>) {
     seen.key = error.key().cloned();
-    let facts = ErrorFacts { disposition: error.disposition(), misconfigured: error.is_misconfigured() };
+    let facts = ErrorFacts::of(&error);
     if let Disposition::Retry { after } = facts.disposition {
         note_refusal();
         seen.again = Some(after);

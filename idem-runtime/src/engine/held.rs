@@ -8,11 +8,12 @@ use super::attempt::{Attempt, CurrentGuard};
 use super::ending::AttemptEnd;
 use super::late;
 use super::late::LateEndState;
+use super::observed_call::ReportedDoubt;
 use super::observer::Observation;
-use super::poll_notes::Refusals;
+use super::poll_notes::{DoubtStage, NotesGuard, PollNotes};
 use super::work::Work;
 use crate::error::Error;
-use crate::policy::{Doubt, OnCrash, Policy, Uncertain};
+use crate::policy::{Doubt, OnCrash, OptionalMillis, Policy, Uncertain};
 use crate::record::{Lease, Release, Verdict};
 use crate::store::{LeaseStanding, Limits, StoreError, StoreFuture};
 
@@ -31,8 +32,11 @@ pub(super) struct HeldAttempt {
     on_drop: Option<Release>,
     /// Reason why the body ended; `None` while the body has not ended.
     ended: Option<BodyExit>,
-    /// True if the body made a call that the library temporarily refused.
-    refused_inside: bool,
+    notes: PollNotes,
+    /// True if the handler has a reconciler.
+    reconciles: bool,
+    /// Retention of a recorded error, if it differs from the retention of a value.
+    error_ttl: OptionalMillis,
 }
 
 /// An attempt whose body has returned, and the ending to write. The type is separate from [`HeldAttempt`], because an
@@ -83,12 +87,20 @@ pub(super) enum BodyExit {
 }
 
 impl HeldAttempt {
-    pub(super) fn new(attempt: Attempt, takeover: bool, enforced: bool, policy: &Policy) -> Self {
+    /// Makes a held attempt. `in_doubt` is true if the reconciler must settle the effect of an earlier attempt first.
+    pub(super) fn new(attempt: Attempt, takeover: bool, in_doubt: bool, enforced: bool, policy: &Policy) -> Self {
         let release = match attempt.lease.on_crash {
             OnCrash::Retry => Release::Returned,
             OnCrash::Fail => Release::Interrupted,
         };
-        let Policy { timeout, on_uncertain, .. } = *policy;
+        let Policy { timeout, on_uncertain, max_attempts, reconciles, .. } = *policy;
+        let notes = match in_doubt {
+            true => {
+                let may_run = max_attempts.is_none_or(|max| attempt.lease.attempts_used <= max.get());
+                PollNotes { doubt: DoubtStage::Asked { may_run }, ..PollNotes::NEW }
+            }
+            false => PollNotes::NEW,
+        };
         let limits = Limits::new(timeout, enforced.then(|| policy.longest_pause()));
         Self {
             attempt: Some(attempt),
@@ -99,7 +111,9 @@ impl HeldAttempt {
             on_uncertain,
             on_drop: Some(release),
             ended: None,
-            refused_inside: false,
+            notes,
+            reconciles,
+            error_ttl: policy.error_ttl,
         }
     }
 
@@ -131,7 +145,7 @@ impl HeldAttempt {
 
     fn poll_as_attempt(&mut self, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<BodyExit> {
         self.body = BodyStage::Polling;
-        let polled = poll_as(&mut self.attempt, &mut self.refused_inside, work, cx);
+        let polled = poll_as(&mut self.attempt, &mut self.notes, work, cx);
         self.body = BodyStage::Pending;
         polled.map(BodyExit::Returned)
     }
@@ -148,7 +162,38 @@ impl HeldAttempt {
     /// Returns whether a refused call in the body may be the cause of the body's error. An error after a refused call
     /// is not recorded, because the next delivery may succeed.
     pub(super) fn refused_inside(&self) -> bool {
-        self.refused_inside
+        self.notes.refused
+    }
+
+    /// Returns the progress of the reconciler.
+    pub(super) fn doubt(&self) -> DoubtStage {
+        self.notes.doubt
+    }
+
+    /// Sets the retention of a recorded error.
+    pub(super) fn keeps_error(&mut self) {
+        if let (Some(attempt), Some(ttl)) = (&mut self.attempt, self.error_ttl.get()) {
+            attempt.lease.ttl = ttl;
+        }
+    }
+
+    /// Reports that the body returned an error whose effect is in doubt. Returns who settles the doubt.
+    pub(super) fn reported_doubt(&mut self) -> ReportedDoubt {
+        let Attempt { store, lease, .. } = self.attempt();
+        let (key, store, attempt) = (&lease.key, store.context().name(), lease.attempt);
+        report_uncertain(self.on_uncertain, Uncertain { key, store, attempt, cause: Doubt::Reported });
+        match self.reconciles {
+            true => {
+                tracing::warn!(%key, store, attempt, "the body returned an uncertain error; the next delivery asks the reconciler");
+                ReportedDoubt::ForReconciler
+            }
+            false => {
+                tracing::error!(
+                    %key, store, attempt, "the body returned an uncertain error, and no other may run: somebody has to decide"
+                );
+                ReportedDoubt::ForOperator
+            }
+        }
     }
 
     /// Keeps the lease alive while the values of the body are dropped. The body is not polled again.
@@ -187,8 +232,8 @@ impl HeldAttempt {
                 match self.on_drop {
                     Some(Release::Interrupted) => tracing::error!(
                         %key, store, attempt, ?timeout,
-                        "the body ran for longer than its `timeout` and was cancelled; no other may run: somebody has to \
-                         decide"
+                        "the body ran for longer than its `timeout` and was cancelled; no other may run until an operator \
+                         decides: `idem show KEY`, then `idem resolve` or `idem reopen`"
                     ),
                     _ => tracing::warn!(
                         %key, store, attempt, ?timeout, "the body ran for longer than its `timeout` and was cancelled"
@@ -266,7 +311,8 @@ fn log_dropped(late: LateEndState, store: &'static str, lease: &Lease) {
     match (late, on_crash) {
         (LateEndState::Panicked | LateEndState::Cancelled, OnCrash::Fail) => tracing::error!(
             %key, store, attempt, panicked = late == LateEndState::Panicked,
-            "the body started and did not return, and no other may run: somebody has to decide"
+            "the body started and did not return, and no other may run until an operator decides: `idem show KEY`, then \
+             `idem resolve` or `idem reopen`"
         ),
         (LateEndState::Panicked, OnCrash::Retry) => tracing::warn!(
             %key, store, attempt, "the body panicked, and its effects may have happened in part; the next delivery runs it"
@@ -283,12 +329,12 @@ fn log_dropped(late: LateEndState, store: &'static str, lease: &Lease) {
 /// notes about the body.
 pub(super) fn poll_as(
     attempt: &mut Option<Attempt>,
-    refused_inside: &mut bool,
+    notes: &mut PollNotes,
     work: Pin<&mut dyn Work>,
     cx: &mut Context<'_>,
 ) -> Poll<bool> {
     let mut nobody = None;
-    let _refusals = Refusals::enter(refused_inside);
+    let _notes = NotesGuard::enter(notes);
     let _observation = Observation::enter(&mut nobody);
     let _entered = CurrentGuard::enter(attempt);
     work.poll_body(cx)
@@ -314,8 +360,15 @@ impl HeldAttempt {
             report_uncertain(self.on_uncertain, Uncertain { key, store: store.context().name(), attempt, cause });
             log_dropped(late, store.context().name(), &lease);
         }
-        // An attempt whose body has not begun is released, under `on_crash = fail` too.
-        let ending = if begun { ending } else { Some(AttemptEnd::Release(Release::NotStarted)) };
+        // An attempt whose body has not begun is released, under `on_crash = fail` too. If the reconciler of the
+        // attempt has not answered, the operation is still in doubt.
+        let ending = match (self.notes.doubt, begun) {
+            // After a lost lease there is nothing to write.
+            (DoubtStage::Asked { .. }, true) => ending.map(|_| AttemptEnd::Release(Release::Unresolved)),
+            (DoubtStage::Asked { .. }, false) => Some(AttemptEnd::Release(Release::Unresolved)),
+            (_, true) => ending,
+            (_, false) => Some(AttemptEnd::Release(Release::NotStarted)),
+        };
         let ends_late = ending.as_ref().and_then(|_| late::ends_late(&store, &lease));
         let confirmed_at = match begun {
             true => store.context().leases().deregister(lease.owner).unwrap_or(reserved_at),

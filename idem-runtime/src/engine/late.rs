@@ -222,14 +222,16 @@ fn log_late(
         }
         (Ok(Verdict::Refused), AttemptEnd::Finish(_)) => tracing::error!(
             parent: None, %key, store, attempt, call,
-            "the result is not recorded: another attempt has taken over, or the record was removed; the operation may happen twice"
+            "the result is not recorded: another attempt has taken over, or the record was removed; the operation may happen twice: \
+             `idem show KEY`"
         ),
         (Ok(Verdict::Refused), AttemptEnd::Release(_)) => tracing::warn!(
             parent: None, %key, store, attempt, call, "nothing is written: another attempt has taken over, or the record was removed"
         ),
         (Err(error), AttemptEnd::Finish(_)) => tracing::error!(
             parent: None, %key, store, attempt, call, %error,
-            "the result could not be recorded; once the lease has lapsed, another attempt may run"
+            "the result could not be recorded; once the lease has lapsed, another attempt may run, unless `idem resolve` records \
+             the end before"
         ),
         (Err(error), AttemptEnd::Release(Release::Interrupted)) => tracing::error!(
             parent: None, %key, store, attempt, call, %error,
@@ -256,15 +258,21 @@ pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest, ma
     if !store.context().writes_late() {
         return;
     }
-    if let Some(reservation) = store.reserve(request).watched(store, StoreOp::Reserve).at_once() {
-        if let Reservation::Granted { lease, .. } = reservation {
-            let (ending, now) = (AttemptEnd::Release(Release::NotStarted), store.context().clock().now());
+    let mut request = request.clone();
+    if may_be_marked {
+        // Another attempt may have taken over by now, and left a doubt. This request must not be granted that
+        // operation: a release of the dropped call, which is still under way, would then end the doubt.
+        request.max_reconciliations = None;
+    }
+    if let Some(reservation) = store.reserve(&request).watched(store, StoreOp::Reserve).at_once() {
+        if let Reservation::Granted { lease, in_doubt, .. } = reservation {
+            let ending = AttemptEnd::Release(unused(in_doubt));
+            let now = store.context().clock().now();
             let ends_late = ends_late(store, &lease);
             write_late(Arc::clone(store), lease, now, ending, LateEndState::NotStarted, ends_late);
         }
         return;
     }
-    let request = request.clone();
     let under_way = store.context().late_writes().under_way();
     let ends_late = may_be_marked.then(|| store.context().ends_late(&request.key));
     let upkeep = Arc::clone(store);
@@ -289,29 +297,45 @@ pub(crate) fn clean_up_late(store: &Arc<dyn Store>, request: &ReserveRequest, ma
 }
 
 pub(super) fn free<'a>(store: &'a dyn Store, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
-    store.release(lease, Release::NotStarted).watched(store, StoreOp::Release)
+    release(store, lease, Release::NotStarted)
+}
+
+fn release<'a>(store: &'a dyn Store, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
+    store.release(lease, release).watched(store, StoreOp::Release)
+}
+
+/// Returns the end of a reservation whose call was dropped before its body. If the effect of an earlier attempt is in
+/// doubt, it stays in doubt.
+fn unused(in_doubt: bool) -> Release {
+    if in_doubt { Release::Unresolved } else { Release::NotStarted }
 }
 
 async fn clean_up(mut tries: Tries<'_>, request: &ReserveRequest) -> Result<(), StoreError> {
     let Tries { store, lease: unanswered, .. } = tries;
     loop {
         let freed = match store.reserve(request).watched(store, StoreOp::Reserve).await {
-            Ok(Reservation::Granted { lease, .. }) => match free(store, &lease).await {
-                Ok(Verdict::Applied) => Ok(()),
-                // Another attempt took over between the reservation and the release.
-                Ok(Verdict::Refused) => {
-                    Err(StoreError::new(StoreErrorKind::Unavailable, "taken over before its release"))
+            Ok(Reservation::Granted { lease, in_doubt, .. }) => {
+                match release(store, &lease, unused(in_doubt)).await {
+                    Ok(Verdict::Applied) => Ok(()),
+                    // Another attempt took over between the reservation and the release.
+                    Ok(Verdict::Refused) => {
+                        Err(StoreError::new(StoreErrorKind::Unavailable, "taken over before its release"))
+                    }
+                    Err(error) => Err(error),
                 }
-                Err(error) => Err(error),
-            },
+            }
             // The call's reservation is released already, or another attempt has written the record. The late request
             // can't replace a record that is newer than itself.
             Ok(_) => Ok(()),
-            // The reservation of this clean-up may have taken effect, so it is released.
-            Err(error) if error.may_have_landed() => match free(store, unanswered).await {
-                Ok(Verdict::Applied) => Ok(()),
-                _ => Err(error),
-            },
+            // The reservation of this clean-up may have taken effect, so it is released. A caller with a reconciler may
+            // have got the key of an operation in doubt: without an answer, only the lapse of the lease keeps the
+            // doubt.
+            Err(error) if error.may_have_landed() && request.max_reconciliations.is_none() => {
+                match free(store, unanswered).await {
+                    Ok(Verdict::Applied) => Ok(()),
+                    _ => Err(error),
+                }
+            }
             Err(error) => Err(error),
         };
         match freed {

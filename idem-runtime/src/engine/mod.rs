@@ -20,6 +20,7 @@ mod observed_call;
 mod observer;
 mod outcome;
 mod poll_notes;
+pub(crate) mod reconciliation;
 pub(crate) mod recorder;
 mod replay;
 mod telemetry;
@@ -37,21 +38,22 @@ pub(crate) use self::attempt::CurrentGuard;
 pub use self::attempt::{Attempt, current};
 pub use self::batch::{Batch, BatchItem, ItemFailure, ItemFailures, KafkaRecord, ObserveAll, observe_all};
 pub use self::beat::{NoBeat, OnBeat, OnBeatLost};
-#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
 pub(crate) use self::budget::unreached;
 #[cfg(feature = "http")]
 pub(crate) use self::ending::AttemptEnd;
 pub use self::observe::{CatchPanics, Observe, observe};
 pub use self::observed_call::Refusal;
-#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
 pub(crate) use self::observed_call::TransactionEnd;
 #[cfg(feature = "testing")]
 pub(crate) use self::observer::Observation;
-#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
 pub(crate) use self::observer::{settle, unsettled};
 pub use self::outcome::Outcome;
 #[cfg(feature = "tower")]
 pub(crate) use self::poll_notes::has_begun_to_wait;
+pub use self::reconciliation::{Reconciler, Reconciliation};
 #[cfg(feature = "conformance")]
 pub use self::recorder::replay;
 pub(crate) use self::recorder::{ErrorRule, RecordResults, RecordValues, Recorder};
@@ -142,7 +144,7 @@ impl<R, P> Operation<R, P> {
     }
 
     /// Replaces the data that a run inside of a transaction needs, and returns the earlier data.
-    #[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+    #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
     pub(crate) fn at<Q>(self, place: Q) -> (Operation<R, Q>, P) {
         let Self { subject, recorder, place: left } = self;
         (Operation { subject, recorder, place }, left)
@@ -163,6 +165,12 @@ impl<C: Codec, P> Operation<RecordValues<C>, P> {
     /// Records errors too, and replays them to duplicates (default: an error frees the key).
     pub fn record_errors(self) -> Operation<RecordResults<C, ()>, P> {
         self.recorded_by(RecordResults::new(()))
+    }
+
+    /// Treats the effect of each error as uncertain: no body runs again before a
+    /// [reconciler](Operation::reconcile) or an operator has settled the doubt (default: an error frees the key).
+    pub fn uncertain_errors(self) -> Operation<RecordValues<C, true>, P> {
+        self.recorded_by(RecordValues::new())
     }
 
     /// Records an error if `decide` returns [`OnError::Record`].
@@ -193,5 +201,66 @@ impl<R> Operation<R> {
         B: Future<Output = Result<T, E>>,
     {
         call::run(self.subject, self.recorder, body)
+    }
+
+    /// Sets the reconciler. If the effect of an earlier attempt is in doubt, the reconciler is polled before the body
+    /// may run; otherwise it is not polled; see [`Reconciliation`].
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// use idem_runtime::{Error, Key, MemoryStore, Operation, Policy, Reconciliation};
+    ///
+    /// # async fn refund(store: &MemoryStore, id: u64) -> Result<String, Error> {
+    /// let policy = Policy::new(Duration::from_secs(90 * 86_400));
+    /// let operation = Operation::new(store, Key::new("shop::refund", id), policy)
+    ///     .uncertain_errors()
+    ///     .reconcile(async { Ok(Reconciliation::Unknown { ask_again: Duration::from_secs(60) }) });
+    /// operation.run(async move { Ok(format!("refund {id}")) }).await
+    /// # }
+    /// # tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(async {
+    /// # assert_eq!(refund(&MemoryStore::new(), 7).await.unwrap(), "refund 7");
+    /// # });
+    /// ```
+    pub fn reconcile<F>(self, reconciler: F) -> Operation<R, Reconciler<F>> {
+        let Self { subject, recorder, .. } = self.reconciles();
+        Operation { subject, recorder, place: Reconciler(reconciler) }
+    }
+
+    /// Returns the operation with a policy for a body that asks its reconciler itself.
+    pub(crate) fn reconciles(mut self) -> Self {
+        self.subject.policy = self.subject.policy.reconciling();
+        self
+    }
+}
+
+impl<R, F> Operation<R, Reconciler<F>> {
+    /// Runs `body` once for the key of the operation, like [`Operation::run`]. If the effect of an earlier attempt is
+    /// in doubt, the reconciler runs first.
+    ///
+    /// # Errors
+    /// The error of `body` or of the reconciler, or an [`Error`] with the reason why there is no result.
+    ///
+    /// # Panics
+    /// If `body` or the reconciler panics. After a panic of the reconciler the operation is still in doubt.
+    ///
+    /// # Cancel safety
+    /// A drop has the same effect as for [`Operation::run`]. If the future is dropped while the reconciler runs, the
+    /// operation is still in doubt.
+    pub fn run<T, E, B>(self, body: B) -> impl Future<Output = Result<T, E>>
+    where
+        R: Recorder<T, E>,
+        E: From<Error>,
+        B: Future<Output = Result<T, E>>,
+        F: Future<Output = Result<Reconciliation<T>, E>>,
+    {
+        let Self { subject, recorder, place: Reconciler(reconciler) } = self;
+        call::run(subject, recorder, async move {
+            if reconciliation::is_asked()
+                && let Some(result) = reconciliation::settle(reconciler.await)
+            {
+                return result;
+            }
+            body.await
+        })
     }
 }

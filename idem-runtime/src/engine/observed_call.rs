@@ -7,6 +7,7 @@ use super::disposition::Standing;
 use crate::error::{Disposition, Error, deployment_pause};
 use crate::key::Key;
 use crate::policy::Backoff;
+use crate::store::StoreErrorKind;
 
 /// Reason why a call did not run its body. In shadow mode the body runs, and the refusal is the reason why the body
 /// would not have run under [`Mode::Enforce`](crate::Mode::Enforce).
@@ -102,6 +103,15 @@ pub(crate) enum RecordedPart {
 pub(crate) struct ErrorFacts {
     pub(crate) disposition: Disposition,
     pub(crate) misconfigured: bool,
+    pub(crate) store_failed: bool,
+}
+
+impl ErrorFacts {
+    pub(crate) fn of(error: &Error) -> Self {
+        // An unreadable record is an answer of the store, so the store did not fail.
+        let store_failed = error.store_error().is_some_and(|source| source.kind() != StoreErrorKind::Corrupt);
+        Self { disposition: error.disposition(), misconfigured: error.is_misconfigured(), store_failed }
+    }
 }
 
 /// State of the transaction in which the record of a call was written.
@@ -116,6 +126,15 @@ pub(crate) enum Commit {
     RolledBack,
 }
 
+/// Settlement of a doubt that the body of a call has reported.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum ReportedDoubt {
+    /// The next delivery asks the reconciler.
+    ForReconciler,
+    /// An operator has to decide.
+    ForOperator,
+}
+
 /// One call of a delivery.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct ObservedCall {
@@ -126,6 +145,10 @@ pub(crate) struct ObservedCall {
     pub(crate) commit: Commit,
     pub(crate) attempt: Option<u32>,
     pub(crate) bypassed: Option<Refusal>,
+    /// True if the result is the answer of the reconciler.
+    pub(crate) reconciled: bool,
+    /// Set if the body returned an error whose effect is in doubt.
+    pub(crate) reported: Option<ReportedDoubt>,
     /// Time until a redelivery of the message is likely to succeed, if known.
     pub(crate) again: Option<Duration>,
 }
@@ -143,6 +166,8 @@ impl ObservedCall {
         commit: Commit::Done,
         attempt: None,
         bypassed: None,
+        reconciled: false,
+        reported: None,
         again: None,
     };
 
@@ -178,6 +203,11 @@ impl ObservedCall {
                 Disposition::DeadLetter | Disposition::Ack => Standing::RefusedForGood,
             },
             Progress::Returned { is_ok: false, kept: RecordedPart::Nothing }
+                if self.reported == Some(ReportedDoubt::ForOperator) =>
+            {
+                Standing::RefusedForGood
+            }
+            Progress::Returned { is_ok: false, kept: RecordedPart::Nothing }
             | Progress::None
             | Progress::Reserving
             | Progress::Running
@@ -200,10 +230,13 @@ impl ObservedCall {
     }
 
     pub(super) fn executed(&self) -> bool {
-        match self.progress {
-            Progress::Running | Progress::Recording | Progress::Returned { .. } | Progress::Unrecorded { .. } => true,
-            Progress::None | Progress::Reserving | Progress::Replayed { .. } | Progress::Refused { .. } => false,
-        }
+        !self.reconciled
+            && match self.progress {
+                Progress::Running | Progress::Recording | Progress::Returned { .. } | Progress::Unrecorded { .. } => {
+                    true
+                }
+                Progress::None | Progress::Reserving | Progress::Replayed { .. } | Progress::Refused { .. } => false,
+            }
     }
 
     pub(super) fn cancelled(&self) -> bool {
@@ -218,17 +251,21 @@ impl ObservedCall {
             | Progress::Recording
             | Progress::Unrecorded { .. }
             | Progress::Refused { refusal: Refusal::Interrupted, .. } => true,
-            Progress::None
-            | Progress::Reserving
-            | Progress::Returned { .. }
-            | Progress::Replayed { .. }
-            | Progress::Refused { .. } => false,
+            Progress::Returned { .. } => self.reported.is_some(),
+            Progress::None | Progress::Reserving | Progress::Replayed { .. } | Progress::Refused { .. } => false,
         }
     }
 
     pub(super) fn misconfigured(&self) -> bool {
         match self.progress {
             Progress::Refused { error, .. } | Progress::Unrecorded { error } => error.misconfigured,
+            _ => false,
+        }
+    }
+
+    pub(super) fn store_failed(&self) -> bool {
+        match self.progress {
+            Progress::Refused { error, .. } | Progress::Unrecorded { error } => error.store_failed,
             _ => false,
         }
     }
@@ -275,10 +312,7 @@ impl ObservedCall {
 
 /// End of a transaction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[cfg_attr(
-    not(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7")),
-    expect(dead_code, reason = "no transactions")
-)]
+#[cfg_attr(not(any(feature = "postgres", feature = "with-rusqlite")), expect(dead_code, reason = "no transactions"))]
 pub(crate) enum TransactionEnd {
     Committed,
     /// The transaction was rolled back. `failures_recorded` is true if the errors that the calls had recorded in this

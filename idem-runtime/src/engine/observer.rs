@@ -8,7 +8,7 @@ use tracing::Span;
 
 use super::beat::TimerSlot;
 use super::budget::Budget;
-#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
 use super::observed_call::TransactionEnd;
 use super::observed_call::{ObservedCall, Progress};
 use super::turns::Turns;
@@ -189,7 +189,7 @@ pub(super) fn report_again(seat: Seat, again: Option<Duration>) {
 /// Records that the transaction of this delivery begins, for the first time or again. Forgets the calls of an earlier
 /// try. The first entry becomes a call that reserves its key: if the delivery ends before [`settle`] is called, the
 /// message is delivered again.
-#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
 pub(crate) fn unsettled() {
     with_observer(|observer| {
         observer.calls.fill(ObservedCall::NEW);
@@ -198,7 +198,7 @@ pub(crate) fn unsettled() {
 }
 
 /// Records that the transaction of this delivery has ended, or could not begin.
-#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
 pub(crate) fn settle(settled: TransactionEnd) {
     with_observer(|Observer { calls, changed, final_error, .. }| {
         *changed = true;

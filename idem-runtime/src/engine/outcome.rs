@@ -18,10 +18,13 @@ use crate::policy::Backoff;
 pub struct Outcome {
     call: ObservedCall,
     disposition: Disposition,
-    /// Disposition of the message until [`committed`](Self::committed) records the commit of the user's transaction.
-    uncommitted: Disposition,
-    pending_commit: bool,
+    /// Disposition of the message until [`committed`](Self::committed) records the commit of the user's transaction;
+    /// `None` if no commit is pending.
+    uncommitted: Option<Disposition>,
     uncertain: bool,
+    store_failed: bool,
+    is_last_delivery: bool,
+    delivery: Option<u32>,
 }
 
 impl Outcome {
@@ -50,6 +53,13 @@ impl Outcome {
         matches!(self.call.progress, Progress::Replayed { .. })
     }
 
+    /// Returns whether the reconciler of the last call supplied the result
+    /// ([`Reconciliation::Done`](crate::Reconciliation::Done)), so that the body did not run. The call still returns
+    /// [`Error::Unrecorded`](crate::Error::Unrecorded) if this result could not be recorded.
+    pub fn reconciled(&self) -> bool {
+        self.call.reconciled
+    }
+
     /// Returns whether the last call waited for another attempt.
     pub fn waited(&self) -> bool {
         self.call.waited
@@ -75,7 +85,7 @@ impl Outcome {
 
     /// Returns whether the last call wrote or read its record in a transaction that is not committed yet.
     fn depends_on_commit(&self) -> bool {
-        self.pending_commit && self.call.commit == Commit::Pending
+        self.is_pending_commit() && self.call.commit == Commit::Pending
     }
 
     /// Returns whether the effect of any call may have happened although the record does not show it: the lease was
@@ -83,6 +93,23 @@ impl Outcome {
     /// this value is advisable.
     pub fn uncertain(&self) -> bool {
         self.uncertain
+    }
+
+    /// Returns whether a call of the delivery failed because the store did not answer. Such a delivery says nothing
+    /// about the message: if the consumer counts the deliveries itself, leave this delivery out of the count.
+    pub fn store_failed(&self) -> bool {
+        self.store_failed
+    }
+
+    /// Returns the number of the delivery, as [`Observe::delivery`](crate::future::Observe::delivery) has set it.
+    pub fn delivery(&self) -> Option<u32> {
+        self.delivery
+    }
+
+    /// Returns whether the broker does not deliver the message again, as
+    /// [`Observe::delivery_limit`](crate::future::Observe::delivery_limit) has set it.
+    pub(crate) fn is_last_delivery(&self) -> bool {
+        self.is_last_delivery
     }
 
     /// Returns whether the deployment, as opposed to the message, is the reason why the body did not run.
@@ -94,14 +121,14 @@ impl Outcome {
     /// commit. Until [`committed`](Outcome::committed) records the commit, the disposition is a redelivery. `transact`
     /// records the commit itself. A replay is not pending.
     pub fn is_pending_commit(&self) -> bool {
-        self.pending_commit
+        self.uncommitted.is_some()
     }
 
     /// Records that the transaction of the delivery is committed. Call this method after the commit has succeeded.
     #[must_use]
     pub fn committed(mut self) -> Self {
         self.call.settle(TransactionEnd::Committed, true);
-        Self { pending_commit: false, ..self }
+        Self { uncommitted: None, ..self }
     }
 
     /// Returns the number of the attempt that ran under a reservation, or of the attempt whose result was replayed.
@@ -128,16 +155,16 @@ impl Outcome {
     /// A delivery that returned `Ok` may get `DeadLetter`: a call was refused permanently, and the handler swallowed
     /// that error.
     pub fn disposition(&self) -> Disposition {
-        match self.disposition {
-            Disposition::Ack if self.pending_commit => {
+        match (self.disposition, self.uncommitted) {
+            (Disposition::Ack, Some(uncommitted)) => {
                 tracing::warn!(
                     key = self.key().map(tracing::field::display),
                     "the delivery returned `Ok`, and nothing says that its transaction is committed, so the message is \
                      delivered again: use `transact`, or `Outcome::committed` after the commit"
                 );
-                self.uncommitted
+                uncommitted
             }
-            disposition => disposition,
+            (disposition, _) => disposition,
         }
     }
 
@@ -159,6 +186,7 @@ impl Outcome {
         let pending_commit = calls.iter().any(ObservedCall::is_pending);
         let uncertain = calls.iter().any(ObservedCall::uncertain);
         let misconfigured = calls.iter().any(ObservedCall::misconfigured);
+        let store_failed = calls.iter().any(ObservedCall::store_failed);
         let is_mismatch = calls.iter().any(ObservedCall::is_mismatch);
         let again = calls.iter().filter_map(|call| call.again).max();
         let call = calls.pop().unwrap_or(ObservedCall::NEW);
@@ -179,21 +207,27 @@ impl Outcome {
                 budget.retry(after, again, call.key.as_ref())
             }
         };
-        let uncommitted = match pending_commit {
-            true => {
-                let pause = Backoff::DEFAULT.after(call.attempt.unwrap_or(1), call.key.as_ref().map_or(0, Key::seed));
-                budget.retry(None, Some(pause), call.key.as_ref())
-            }
-            false => disposition,
-        };
-        Self { call, disposition, uncommitted, pending_commit, uncertain }
+        let uncommitted = pending_commit.then(|| {
+            let pause = Backoff::DEFAULT.after(call.attempt.unwrap_or(1), call.key.as_ref().map_or(0, Key::seed));
+            budget.retry(None, Some(pause), call.key.as_ref())
+        });
+        let (is_last_delivery, delivery) = (budget.is_last(), budget.number());
+        Self { call, disposition, uncommitted, uncertain, store_failed, is_last_delivery, delivery }
     }
 
     /// Returns the outcome of a delivery that did not begin, and may begin after the time `after`.
     pub(crate) fn not_begun(after: Option<Duration>) -> Self {
-        let disposition = budget().retry(None, after, None);
-        let (call, uncommitted) = (ObservedCall::NEW, disposition);
-        Self { call, disposition, uncommitted, pending_commit: false, uncertain: false }
+        let budget = budget();
+        let disposition = budget.retry(None, after, None);
+        Self {
+            call: ObservedCall::NEW,
+            disposition,
+            uncommitted: None,
+            uncertain: false,
+            store_failed: true,
+            is_last_delivery: budget.is_last(),
+            delivery: budget.number(),
+        }
     }
 
     /// Returns the time until the message is delivered again.

@@ -35,8 +35,9 @@ pub trait Recorder<T, E> {
     fn check(&self, result: &Result<T, E>) -> Result<(), RoundTripError>;
 }
 
-/// Recorder of values; an error frees the key (`on_error = release`).
-pub struct RecordValues<C>(PhantomData<fn() -> C>);
+/// Recorder of values. An error frees the key (`on_error = release`). With `UNCERTAIN`, an error leaves the effect of
+/// the body in doubt (`on_error = uncertain`).
+pub struct RecordValues<C, const UNCERTAIN: bool = false>(PhantomData<fn() -> C>);
 
 /// Recorder of values, and of the errors that the [`ErrorRule`] `F` selects (`on_error = record`).
 pub struct RecordResults<C, F> {
@@ -44,7 +45,7 @@ pub struct RecordResults<C, F> {
     codec: PhantomData<fn() -> C>,
 }
 
-impl<C: Codec> RecordValues<C> {
+impl<C: Codec, const UNCERTAIN: bool> RecordValues<C, UNCERTAIN> {
     pub(crate) const fn new() -> Self {
         Self(PhantomData)
     }
@@ -56,7 +57,7 @@ impl<C: Codec, F> RecordResults<C, F> {
     }
 }
 
-impl<C> fmt::Debug for RecordValues<C> {
+impl<C, const UNCERTAIN: bool> fmt::Debug for RecordValues<C, UNCERTAIN> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("RecordValues")
     }
@@ -86,7 +87,7 @@ impl<E, F: Fn(&E) -> OnError> ErrorRule<E> for F {
     }
 }
 
-impl<T, E, C> Recorder<T, E> for RecordValues<C>
+impl<T, E, C, const UNCERTAIN: bool> Recorder<T, E> for RecordValues<C, UNCERTAIN>
 where
     T: Serialize + DeserializeOwned,
     C: Codec,
@@ -94,6 +95,7 @@ where
     fn record(&self, result: &Result<T, E>, max_result_bytes: usize) -> AttemptEnd {
         match result {
             Ok(value) => AttemptEnd::Finish(Finish::Completed(payload::<C, T>(value, max_result_bytes))),
+            Err(_) if UNCERTAIN => AttemptEnd::Release(Release::Interrupted),
             Err(_) => AttemptEnd::Release(Release::Returned),
         }
     }
@@ -122,6 +124,7 @@ where
             Ok(value) => AttemptEnd::Finish(Finish::Completed(payload::<C, T>(value, max_result_bytes))),
             Err(error) => match self.on_error.decide(error) {
                 OnError::Release => AttemptEnd::Release(Release::Returned),
+                OnError::Uncertain => AttemptEnd::Release(Release::Interrupted),
                 OnError::Record => match payload::<C, E>(error, max_result_bytes) {
                     // An error ends the operation only if duplicates can replay it. An error that can't be stored frees
                     // the key instead.

@@ -10,8 +10,9 @@ use tracing::field::Empty;
 
 use super::Subject;
 use super::ending::RecordContent;
-use super::observed_call::{ObservedCall, Refusal};
+use super::observed_call::{ObservedCall, Refusal, ReportedDoubt};
 use super::observer;
+use super::poll_notes::DoubtStage;
 use super::replay::Replay;
 use crate::clock::Instant;
 use crate::error::{Disposition, Error};
@@ -197,6 +198,27 @@ impl Facts {
         log_error(error);
     }
 
+    /// Records the doubt that the body has reported, if any.
+    pub(super) fn reports_doubt(&self, reported: Option<ReportedDoubt>) {
+        if let (Some(cells), Some(_)) = (&self.cells, reported) {
+            cells.is_uncertain(DoubtLabel::Reported);
+        }
+    }
+
+    /// Records the end of the reconciler, if the reconciler was asked and the body did not run.
+    pub(super) fn settled(&mut self, span: Option<&Span>, doubt: DoubtStage) {
+        let outcome = match doubt {
+            DoubtStage::Settled | DoubtStage::Asked { .. } => return,
+            DoubtStage::Done => CallOutcome::Reconciled,
+            DoubtStage::Unresolved => CallOutcome::Unresolved,
+            DoubtStage::Exhausted => CallOutcome::AttemptsExhausted,
+        };
+        self.outcome = Some(outcome);
+        if let Some(span) = span.filter(|_| outcome != CallOutcome::Reconciled) {
+            fails(span, outcome);
+        }
+    }
+
     /// Records that the call has returned.
     pub(super) fn over(&mut self, span: Option<&Span>, seen: &ObservedCall) {
         let Some(cells) = self.cells.take() else { return };
@@ -280,17 +302,22 @@ fn log_error(error: &Error) {
     match error {
         Error::Unrecorded { key, store, attempt, source, .. } => tracing::error!(
             %key, store, attempt, error = %source,
-            "the body ran, and its result could not be recorded; find out whether it took effect before it runs again"
+            "the body ran, and its result could not be recorded; find out whether it took effect before it runs again: if it did, \
+             `idem resolve`"
         ),
-        Error::Interrupted { key, store, attempt } => tracing::error!(
+        Error::Interrupted { key, store, attempt, .. } => tracing::error!(
             %key, store, attempt,
-            "an earlier attempt started and did not return, and no other may run: somebody has to decide"
+            "the effect of an earlier attempt is in doubt, and no other may run until an operator decides: `idem show KEY`, then \
+             `idem resolve` or `idem reopen`"
         ),
         Error::AttemptsExhausted { key, store, attempts } => tracing::error!(
-            %key, store, attempts, "as many attempts as are allowed have started: somebody has to decide"
+            %key, store, attempts,
+            "as many attempts as are allowed have started, and no other may run until an operator decides: `idem show KEY`, \
+             then `idem reopen` or `idem resolve`"
         ),
         Error::Store { key, store, source, .. } if source.kind() == StoreErrorKind::Corrupt => tracing::error!(
-            %key, store, error = %source, "what is stored for the key can't be read; the body did not run"
+            %key, store, error = %source, "what is stored for the key can't be read; the body did not run. `idem show KEY` \
+             prints the reason"
         ),
         Error::Store { key, store, source, .. } => {
             tracing::debug!(%key, store, error = %source, "the store failed; the body did not run");
@@ -305,7 +332,10 @@ fn log_error(error: &Error) {
              parts that stay"
         ),
         Error::ResultUnavailable { key, store, problem } => {
-            tracing::warn!(%key, store, %problem, "the operation has finished, and its result can't be replayed");
+            tracing::warn!(
+                %key, store, %problem,
+                "the operation has finished, and its result can't be replayed; `idem resolve` supplies a result"
+            );
         }
         Error::MissingKey { scope } => tracing::warn!(scope, "a message has no key; the body did not run"),
         Error::InvalidKey { .. } | Error::InvalidFingerprint { .. } | Error::InvalidPolicy { .. } => {
@@ -330,6 +360,7 @@ fn label(doubt: Doubt) -> DoubtLabel {
         Doubt::Cancelled => DoubtLabel::Cancelled,
         Doubt::Panicked => DoubtLabel::Panicked,
         Doubt::Interrupted => DoubtLabel::Interrupted,
+        Doubt::Reported => DoubtLabel::Reported,
     }
 }
 

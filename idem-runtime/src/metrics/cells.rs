@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::facade;
 use super::snapshot::{Distribution, Series, Value};
 use super::table::{Kind, Metric};
+use crate::sync::SharedOnce;
 
 /// Value of a metric's first label: the name of a scope or a store. The values of this label are no closed set.
 type OpenLabel<'a> = &'a str;
@@ -123,6 +124,33 @@ impl Gauge {
     pub(super) fn read(&self, open: OpenLabel<'_>, level: u64, series: &mut Vec<Series>) {
         let labels = labels(self.metric, open, 0);
         series.push(Series { metric: self.metric, labels, value: Value::Level(level) });
+    }
+}
+
+/// A number that the program counts from time to time. The number has no series before the first count, because a zero
+/// would claim that there are no records.
+pub(crate) struct CountedGauge {
+    metric: &'static Metric,
+    counted: SharedOnce<(AtomicU64, facade::Gauge)>,
+}
+
+impl CountedGauge {
+    pub(crate) fn new(metric: &'static Metric) -> Self {
+        Self { metric, counted: SharedOnce::new() }
+    }
+
+    pub(crate) fn set(&self, open: OpenLabel<'_>, level: u64) {
+        let first = || (AtomicU64::new(level), facade::Gauge::new(self.metric, || labels(self.metric, open, 0)));
+        let (last, exported) = self.counted.get_or_init(first);
+        last.store(level, Ordering::Relaxed);
+        exported.set(self.metric.whole(level));
+    }
+
+    pub(super) fn read(&self, open: OpenLabel<'_>, series: &mut Vec<Series>) {
+        if let Some((last, _)) = self.counted.get() {
+            let value = Value::Level(last.load(Ordering::Relaxed));
+            series.push(Series { metric: self.metric, labels: labels(self.metric, open, 0), value });
+        }
     }
 }
 

@@ -47,6 +47,10 @@ impl Gauge {
     pub(super) fn down(&self) {
         self.0.decrement(1.0);
     }
+
+    pub(super) fn set(&self, level: f64) {
+        self.0.set(level);
+    }
 }
 
 impl Histogram {

@@ -27,7 +27,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use self::cells::{Counters, Gauge, Histograms};
+use self::cells::{CountedGauge, Counters, Gauge, Histograms};
 pub(crate) use self::scopes::ScopeCells;
 use self::scopes::Scopes;
 pub use self::snapshot::{Distribution, Series, Snapshot, Value};
@@ -51,6 +51,7 @@ pub(crate) struct Metrics {
     scopes: Scopes,
     store_seconds: Histograms,
     store_errors: Counters,
+    keys_waiting: CountedGauge,
     leases_held: Gauge,
     beats: Counters,
     beat_lag: Histograms,
@@ -65,6 +66,7 @@ impl Metrics {
             scopes: Scopes::new(clock),
             store_seconds: Histograms::new(&STORE_SECONDS, store),
             store_errors: Counters::new(&STORE_ERRORS, store),
+            keys_waiting: CountedGauge::new(&KEYS_WAITING),
             leases_held: Gauge::new(&LEASES_HELD, store),
             beats: Counters::new(&BEATS, store),
             beat_lag: Histograms::new(&BEAT_LAG_SECONDS, store),
@@ -91,6 +93,11 @@ impl Metrics {
 
     pub(crate) fn store_failed(&self, op: StoreOp, kind: ErrorKind) {
         self.store_errors.add(op as usize * ErrorKind::LABEL.values.len() + kind as usize, 1);
+    }
+
+    /// Sets the number of keys that wait for the decision of an operator.
+    pub(crate) fn keys_wait(&self, count: u64) {
+        self.keys_waiting.set(self.store, count);
     }
 
     pub(crate) fn lease_begins(&self) {
@@ -120,6 +127,7 @@ impl Metrics {
         let store = self.store;
         self.store_seconds.read(store, &mut series);
         self.store_errors.read(store, &mut series);
+        self.keys_waiting.read(store, &mut series);
         self.leases_held.read(store, leases_held as u64, &mut series);
         self.beats.read(store, &mut series);
         self.beat_lag.read(store, &mut series);

@@ -153,6 +153,10 @@ labels! {
         FingerprintMismatch = "fingerprint_mismatch",
         /// The call was refused: the effect of an earlier run is in doubt, and an operator has to decide.
         Interrupted = "interrupted",
+        /// The reconciler supplied the result of an earlier run whose effect was in doubt.
+        Reconciled = "reconciled",
+        /// The reconciler was asked about an earlier run, and did not know whether its effect has happened.
+        Unresolved = "unresolved",
         /// The call was refused, because the number of started attempts had reached `max_attempts`.
         AttemptsExhausted = "attempts_exhausted",
         /// The call was refused, because its key was missing.
@@ -209,6 +213,8 @@ labels! {
         Panicked = "panicked",
         /// An earlier run had been interrupted, and its effect is unknown.
         Interrupted = "interrupted",
+        /// The body returned an error that is uncertain.
+        Reported = "reported",
     }
 }
 
@@ -428,6 +434,8 @@ table! {
         "Durations of operations of the store; immediate answers are in the lowest bucket.";
     STORE_ERRORS: "idem_store_errors_total", Kind::Counter, Count, [STORE, StoreOp::LABEL, ErrorKind::LABEL],
         "Failed operations of the store; each try counts.";
+    KEYS_WAITING: "idem_keys_waiting_for_decision", Kind::Gauge, Count, [STORE],
+        "Keys that wait for the decision of an operator; absent until the program counts them.";
     LEASES_HELD: "idem_leases_held", Kind::Gauge, Count, [STORE],
         "Leases that this process keeps alive.";
     BEATS: "idem_beats_total", Kind::Counter, Count, [STORE, BeatResult::LABEL],

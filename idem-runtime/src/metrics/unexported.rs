@@ -25,6 +25,8 @@ impl Gauge {
     pub(super) fn up(&self) {}
 
     pub(super) fn down(&self) {}
+
+    pub(super) fn set(&self, _: f64) {}
 }
 
 impl Histogram {
