@@ -16,6 +16,10 @@ pub struct Health {
     pub took: Duration,
     /// Number of leases that this process keeps alive.
     pub leases: usize,
+    /// Time for which each operation of a call has been slow; `None` if the latest operations were fast. A slow store
+    /// is no [problem](Self::problems): calls still succeed. If slowness were a problem, a slow store would make all
+    /// processes unready together.
+    pub slow_for: Option<Duration>,
     /// Longest time by which the renewal of a lease is overdue; zero if no renewal is overdue.
     pub beat_lag: Duration,
     /// Problems of the store; empty if the store can serve calls.
@@ -30,6 +34,15 @@ pub enum HealthProblem {
     Unreachable(StoreError),
     /// The store answers but can't be used: its schema or version is wrong, or rights are missing.
     Misconfigured(StoreError),
+    /// The store answers a ping, but an operation of a call failed within the last 30 s, and no operation of the same
+    /// kind has succeeded since.
+    #[non_exhaustive]
+    CallsFail {
+        /// Error of the latest of these failures.
+        error: StoreError,
+        /// Time since the latest of these failures.
+        ago: Duration,
+    },
     /// No task renews the leases of this process: the runtime of the renewal task has ended.
     NoHeartbeat,
     /// The renewal of a lease is overdue by more than a beat.
@@ -46,6 +59,7 @@ impl HealthProblem {
         match self {
             Self::Unreachable(_) => "store",
             Self::Misconfigured(_) => "schema",
+            Self::CallsFail { .. } => "calls",
             Self::NoHeartbeat => "heartbeat",
             Self::BeatsLate { .. } => "beat_lag",
         }
@@ -57,6 +71,9 @@ impl fmt::Display for HealthProblem {
         write!(f, "{}: ", self.axis())?;
         match self {
             Self::Unreachable(error) | Self::Misconfigured(error) => error.fmt(f),
+            Self::CallsFail { error, ago } => {
+                write!(f, "operations of calls fail, the last one {ago:.1?} ago: {error}")
+            }
             Self::NoHeartbeat => f.write_str("leases are held, and nothing renews them"),
             Self::BeatsLate { lag } => write!(f, "a lease is due for renewal since {lag:.1?}"),
         }
@@ -75,7 +92,8 @@ impl fmt::Display for Health {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.store)?;
         if self.is_ready() {
-            return write!(f, "ready, {} leases held", self.leases);
+            write!(f, "ready, {} leases held", self.leases)?;
+            return self.slow_for.map_or(Ok(()), |time| write!(f, ", and slow for {time:.1?}"));
         }
         for (at, problem) in self.problems.iter().enumerate() {
             write!(f, "{}{problem}", if at == 0 { "" } else { "; " })?;
@@ -95,6 +113,10 @@ pub(super) async fn check<S: Store + ?Sized>(store: &S) -> Health {
         });
     }
     let now = context.clock().now();
+    // If the ping failed, its error already reports the outage.
+    if let Some((error, ago)) = context.outage().failing_calls(now).filter(|_| problems.is_empty()) {
+        problems.push(HealthProblem::CallsFail { error, ago });
+    }
     let beating = context.renewal_states(now);
     if beating.leases > 0 && !beating.is_running {
         problems.push(HealthProblem::NoHeartbeat);
@@ -105,6 +127,7 @@ pub(super) async fn check<S: Store + ?Sized>(store: &S) -> Health {
         store: store.context().name(),
         took: now.saturating_since(asked_at),
         leases: beating.leases,
+        slow_for: context.slowness().lasts(now),
         beat_lag: beating.lag,
         problems,
     }

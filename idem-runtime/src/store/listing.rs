@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::num::NonZeroU32;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -27,8 +28,14 @@ pub struct Filter {
     pub standings: Vec<Standing>,
     /// Scope of the selected records; `None` for all scopes.
     pub scope: Option<Box<str>>,
+    /// True if only records are selected that [wait for a decision](Inspection::waits_for_decision).
+    pub undecided: bool,
     /// Shortest time since the latest attempt of a selected record began, by the store's clock.
     pub older_than: Option<Duration>,
+    /// Part of the selected keys, as errors and logs show a key (`<scope>/<text>`); `None` for all keys.
+    pub contains: Option<Box<str>>,
+    /// Value of `max_attempts` that the selected records have exhausted; `None` for all records.
+    pub attempts_exhausted: Option<NonZeroU32>,
     /// Largest number of records in a page. A page of a scan may hold more.
     pub limit: u32,
     /// Cursor of the previous page; `None` for the first page.
@@ -43,7 +50,17 @@ impl Filter {
 
     /// Selects all records, in pages of at most 100.
     pub const fn new() -> Self {
-        Self { standings: Vec::new(), scope: None, older_than: None, limit: 100, after: None, scan: false }
+        Self {
+            standings: Vec::new(),
+            scope: None,
+            undecided: false,
+            older_than: None,
+            contains: None,
+            attempts_exhausted: None,
+            limit: 100,
+            after: None,
+            scan: false,
+        }
     }
 
     /// Selects only records with this standing. Several calls select several standings.
@@ -58,6 +75,12 @@ impl Filter {
         self.standing(Standing::Lapsed).standing(Standing::Interrupted).standing(Standing::Damaged)
     }
 
+    /// Selects only records that [wait for the decision](Inspection::waits_for_decision) of an operator. SQLite and
+    /// PostgreSQL find these records by an index of their own.
+    pub fn undecided(self) -> Self {
+        Self { undecided: true, ..self }
+    }
+
     /// Selects only records under this scope.
     pub fn scope(self, scope: impl Into<Box<str>>) -> Self {
         Self { scope: Some(scope.into()), ..self }
@@ -67,6 +90,18 @@ impl Filter {
     /// is unknown.
     pub fn older_than(self, age: Duration) -> Self {
         Self { older_than: Some(age), ..self }
+    }
+
+    /// Selects only records whose key contains `text`, as errors and logs show a key (`<scope>/<text>`). The comparison
+    /// is case-sensitive.
+    pub fn contains(self, text: impl Into<Box<str>>) -> Self {
+        Self { contains: Some(text.into()), ..self }
+    }
+
+    /// Selects only records whose next delivery ends with [`Error::AttemptsExhausted`](crate::Error::AttemptsExhausted)
+    /// if the handler has this `max_attempts`. A record holds the number of its attempts, but not the limit.
+    pub fn attempts_exhausted(self, max_attempts: NonZeroU32) -> Self {
+        Self { attempts_exhausted: Some(max_attempts), ..self }
     }
 
     /// Sets the largest number of records in a page (default: 100), from 1 to [`MAX_LIMIT`](Self::MAX_LIMIT). A page of
@@ -99,7 +134,24 @@ impl Filter {
             Some(began) => began >= age,
             None => inspection.damage.is_some(),
         });
-        in_scope && is_old && self.takes(inspection.standing())
+        let has_text = self.contains.as_deref().is_none_or(|text| key.shown_whole().contains(text));
+        let is_exhausted = self.attempts_exhausted.is_none_or(|max_attempts| {
+            inspection.damage.is_none()
+                && inspection.record.is_exhausted(max_attempts, inspection.lapses_in.unwrap_or_default())
+        });
+        let is_wanted = !self.undecided || inspection.waits_for_decision();
+        in_scope && is_old && has_text && is_exhausted && is_wanted && self.takes(inspection.standing())
+    }
+
+    /// Returns whether the filter may leave out many of the records under its [prefix](Self::prefix). A store then
+    /// reads more records for a page than the page holds.
+    #[allow(dead_code, reason = "for stores")]
+    pub(crate) fn is_selective(&self) -> bool {
+        !self.standings.is_empty()
+            || self.undecided
+            || self.older_than.is_some()
+            || self.contains.is_some()
+            || self.attempts_exhausted.is_some()
     }
 
     /// Largest number of records in a page, as a `usize`.
@@ -302,6 +354,10 @@ mod tests {
             (Filter::new().scope("a").standing(Standing::Completed), 0),
             (Filter::new().older_than(Duration::from_secs(9)), 3),
             (Filter::new().older_than(Duration::from_secs(10)), 0),
+            (Filter::new().contains("a/x"), 1),
+            (Filter::new().contains("1/a"), 0),
+            (Filter::new().attempts_exhausted(NonZeroU32::MIN), 2),
+            (Filter::new().attempts_exhausted(NonZeroU32::MIN.saturating_add(1)), 0),
         ] {
             let matching = page.records.iter().filter(|(key, found)| filter.matches(key, found)).count();
             assert_eq!(matching, shown, "{filter:?}");

@@ -10,7 +10,7 @@ mod health;
 mod listing;
 pub(crate) mod operator;
 mod outage;
-#[cfg(any(feature = "with-rusqlite-0_40", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
 pub(crate) mod transaction;
 mod watch;
 
@@ -266,6 +266,11 @@ impl Policy {
     /// ```
     pub fn check_with<S: Store + ?Sized>(&self, store: &S) -> Result<(), PolicyProblem> {
         self.check()?;
+        self.check_lease(store)
+    }
+
+    /// Checks that the lease is longer than the time limit of a call of `store`.
+    pub(crate) fn check_lease<S: Store + ?Sized>(&self, store: &S) -> Result<(), PolicyProblem> {
         let response_timeout = store.response_timeout();
         if self.lease > response_timeout {
             return Ok(());

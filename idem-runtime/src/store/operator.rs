@@ -462,12 +462,13 @@ impl fmt::Display for OperatorError {
             Self::LiveLease { key, store, attempt, lapses_in } => write!(
                 f,
                 "key `{key}` in {store}: attempt {attempt} is running; nothing was changed; its lease lapses in \
-                 {lapses_in:?} unless it is renewed: wait, or break the lease if its process is gone"
+                 {lapses_in:?} unless it is renewed: wait, or end the lease by `idem release --break-lease` if its process \
+                 is gone for sure"
             ),
             Self::OtherAttempt { key, store, attempt, latest } => write!(
                 f,
                 "key `{key}` in {store}: the latest attempt is {latest}, not {attempt}; nothing was changed; look at the \
-                 record again"
+                 record again (`idem show`)"
             ),
             Self::Changed { key, store, attempt, seen, standing, decided_by } => {
                 match seen {
@@ -484,19 +485,22 @@ impl fmt::Display for OperatorError {
                     (None, true) => write!(f, "somebody has decided about it, and it is {standing} as before")?,
                     (None, false) => write!(f, "it was {seen}, and is {standing}")?,
                 }
-                f.write_str("; nothing was changed; look at the record again")
+                f.write_str("; nothing was changed; look at the record again (`idem show`)")
             }
             Self::Finished { key, store, attempt, action } => {
                 write!(f, "key `{key}` in {store}: attempt {attempt} has finished; what it recorded stands")?;
                 f.write_str(match *action {
-                    "resolve" => "; replace the result if it is wrong",
-                    "reopen" => "; discard the result if that is to be given up",
+                    "resolve" => "; replace the result if it is wrong (`idem resolve --replace`)",
+                    "reopen" => "; discard the result if that is to be given up (`idem discard`)",
                     _ => "",
                 })
             }
             Self::Unfinished { key, store, attempt, action } => {
                 write!(f, "key `{key}` in {store}: attempt {attempt} has recorded no result; nothing was changed; ")?;
-                f.write_str(if *action == "replace" { "resolve it" } else { "reopen it" })
+                f.write_str(match *action {
+                    "replace" => "resolve it (`idem resolve` without `--replace`)",
+                    _ => "reopen it (`idem reopen`)",
+                })
             }
             Self::NoRecord { key, store } => write!(
                 f,
@@ -505,7 +509,8 @@ impl fmt::Display for OperatorError {
             Self::Damaged { key, store, action } => write!(
                 f,
                 "key `{key}` in {store}: the record is damaged, and `{action}` needs one that can be read; nothing was changed; \
-                 find out whether the effect happened, then forget the record: the next delivery runs as the first one"
+                 find out whether the effect happened, then forget the record (`idem forget`): the next delivery runs as the first \
+                 one"
             ),
             Self::Store { key: Some(key), store, source } => {
                 write!(f, "key `{key}` in {store}: {source}; ")?;

@@ -17,6 +17,13 @@ use crate::record::{
 pub trait Sealed {}
 
 /// Transaction of a driver, which an `OpenTransaction` can hold.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a transaction that this build of idem-runtime can use",
+    label = "not the transaction of an enabled driver",
+    note = "each driver, in one release, has a feature of idem-runtime: `with-tokio-postgres-0_7`, \
+            `with-deadpool-postgres-0_14`, `with-sqlx-0_8`, `with-sqlx-0_9`, `with-rusqlite`",
+    note = "if the feature is enabled, compare the releases of the driver: `cargo tree -i sqlx`, for example, lists those of sqlx"
+)]
 pub trait DriverTransaction: Sealed + Sized {
     /// Type through which concurrent calls share the transaction.
     type Shared: From<Self>;
@@ -87,10 +94,7 @@ pub trait TransactionStore: Sealed + Clone {
 /// Source of a [`StoreError`] for a transaction that the server rolled back because it conflicts with another
 /// transaction: the user may repeat the whole transaction.
 #[derive(Debug)]
-#[cfg_attr(
-    not(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7")),
-    allow(dead_code, reason = "SQLite has no conflicts of transactions")
-)]
+#[cfg_attr(not(feature = "postgres"), allow(dead_code, reason = "SQLite has no conflicts of transactions"))]
 pub(crate) struct TransactionConflict;
 
 impl fmt::Display for TransactionConflict {

@@ -45,9 +45,13 @@ impl<'a> Watch<'a> {
     /// Records the end of the operation.
     pub(super) fn ended<T>(&self, answer: &Result<T, StoreError>) {
         let now = self.context.clock().now();
-        self.context.metrics().store_took(self.op, Duration::from_nanos(now.nanos().saturating_sub(self.began)));
+        let took = Duration::from_nanos(now.nanos().saturating_sub(self.began));
+        self.context.metrics().store_took(self.op, took);
         match answer {
-            Ok(_) => self.context.outage().store_answers(self.context.name(), self.op, || now),
+            Ok(_) => {
+                self.context.outage().store_answers(self.context.name(), self.op, || now);
+                self.context.slowness().took(self.context.name(), self.op, took, || now);
+            }
             Err(error) => {
                 if let Some(span) = self.span() {
                     span.record("otel.status_code", "ERROR");

@@ -11,7 +11,6 @@ use super::leases::{LONGEST_SLEEP, Leases, NEVER};
 use super::{LeaseStanding, Limits, StoreContext};
 use crate::clock::Clock;
 use crate::key::Key;
-use crate::policy::OnCrash;
 use crate::record::{Lease, Release, Reservation, ReserveRequest, Verdict};
 use crate::store::Store;
 use crate::stores::memory::MemoryStore;
@@ -45,16 +44,12 @@ impl World {
     }
 
     fn reserve(&self, key: u32, lease: Duration) -> Lease {
-        let request = ReserveRequest {
-            key: Key::new("interleavings", key).expect("a key"),
-            owner: self.context().new_owner(),
+        let request = ReserveRequest::new(
+            Key::new("interleavings", key).expect("a key"),
+            self.context().new_owner(),
             lease,
-            ttl: TIMEOUT,
-            fingerprint: None,
-            on_crash: OnCrash::Retry,
-            max_attempts: None,
-            provenance: crate::record::Provenance::default(),
-        };
+            TIMEOUT,
+        );
         match block_on(self.store.reserve(&request)) {
             Ok(Reservation::Granted { lease, .. }) => lease,
             other => panic!("should be reserved, is {other:?}"),

@@ -27,7 +27,7 @@ use self::leases::{Leases, RenewalMode};
 pub(crate) use self::tag_counts::TagCounts;
 use super::error::StoreError;
 use super::flight::Flights;
-use super::outage::Outage;
+use super::outage::{Outage, Slowness};
 use crate::clock::{Clock, Instant};
 use crate::key::Key;
 use crate::metrics::{Metrics, Snapshot, StoreOp};
@@ -73,8 +73,12 @@ struct ProcessState {
     flights: PerProcess<Flights>,
     /// Failed operations of the store since the last operation that succeeded, for log lines.
     outage: Outage,
-    /// Time since which no reservation was answered, in nanoseconds since the clock's origin, or [`UP`].
+    slowness: Slowness,
+    /// Time at which the first of the unanswered reservations failed, in nanoseconds since the clock's origin, or
+    /// [`UP`].
     down_since: AtomicU64,
+    /// Number of reservations that were not answered.
+    unanswered: AtomicU64,
     warned: AtomicBool,
 }
 
@@ -94,7 +98,9 @@ impl ProcessState {
             metrics,
             flights: PerProcess::default(),
             outage: Outage::default(),
+            slowness: Slowness::default(),
             down_since: AtomicU64::new(UP),
+            unanswered: AtomicU64::new(0),
             warned: AtomicBool::new(false),
         }
     }
@@ -314,9 +320,23 @@ impl StoreContext {
 
     /// Records that the store has not answered a reservation. Returns the time since the outage began.
     pub(crate) fn store_failed(&self) -> Duration {
+        self.latest().unanswered.fetch_add(1, Ordering::Relaxed);
         let now = self.clock.now().nanos().min(UP - 1);
         let down_since = self.latest().down_since.fetch_min(now, Ordering::Relaxed).min(now);
         Duration::from_nanos(now - down_since)
+    }
+
+    /// Returns the number of reservations that were not answered, if the latest reservation was not answered.
+    pub(crate) fn unanswered(&self) -> Option<u64> {
+        let here = self.here();
+        let is_down = here.down_since.load(Ordering::Relaxed) != UP;
+        is_down.then(|| here.unanswered.load(Ordering::Relaxed))
+    }
+
+    /// Returns whether an operation of the store has failed lately, so that a ping should precede further work.
+    pub(crate) fn is_in_doubt(&self) -> bool {
+        let here = self.here();
+        here.outage.is_open() || here.down_since.load(Ordering::Relaxed) != UP
     }
 
     /// Counts an operation that the store answered immediately.
@@ -333,6 +353,11 @@ impl StoreContext {
 
     pub(super) fn outage(&self) -> &Outage {
         &self.latest().outage
+    }
+
+    /// Slow operations of the store.
+    pub(super) fn slowness(&self) -> &Slowness {
+        &self.latest().slowness
     }
 
     /// Returns true for the first call only, so that a warning is logged once.
