@@ -139,8 +139,13 @@ impl Key {
         self.split().1
     }
 
+    /// Returns `<scope>/<text>`, the form in errors and logs, with no part hidden by a [`KeyDisplay`].
+    pub(crate) fn shown_whole(&self) -> &str {
+        &self.text[VERSION.len()..]
+    }
+
     fn split(&self) -> (&str, &str) {
-        let text = &self.text[VERSION.len()..];
+        let text = self.shown_whole();
         // The search compares single bytes: a scope is short, and a search that compares whole words takes longer
         // to start.
         let end = text.bytes().position(|byte| byte == b'/');
@@ -186,7 +191,7 @@ impl FromStr for Key {
 impl Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.hash.display() {
-            KeyDisplay::Whole => f.write_str(&self.text[VERSION.len()..]),
+            KeyDisplay::Whole => f.write_str(self.shown_whole()),
             display => {
                 let (scope, text) = self.split();
                 write!(f, "{scope}/")?;

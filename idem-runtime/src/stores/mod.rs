@@ -15,7 +15,7 @@ pub(crate) mod memory;
 pub(crate) mod offloaded;
 #[cfg(feature = "postgres")]
 #[cfg_attr(
-    not(all(feature = "with-deadpool-postgres-0_14", feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7")),
+    not(all(feature = "with-deadpool-postgres-0_14", feature = "with-tokio-postgres-0_7")),
     allow(dead_code, unreachable_pub, reason = "for types of drivers")
 )]
 pub(crate) mod postgres;
@@ -23,7 +23,7 @@ pub(crate) mod postgres;
 #[cfg_attr(not(feature = "with-redis-1"), allow(dead_code, unreachable_pub, reason = "for types of drivers"))]
 pub(crate) mod redis;
 #[cfg(feature = "sqlite")]
-#[cfg_attr(not(feature = "with-rusqlite-0_40"), allow(dead_code, unreachable_pub, reason = "for types of drivers"))]
+#[cfg_attr(not(feature = "with-rusqlite"), allow(dead_code, unreachable_pub, reason = "for types of drivers"))]
 pub(crate) mod sqlite;
 #[cfg(any(feature = "cached", feature = "compressed", feature = "offloaded"))]
 pub(crate) mod wrapper;

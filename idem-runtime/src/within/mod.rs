@@ -2,14 +2,16 @@
 //!
 //! [`OpenTransaction`] guards your transaction, and [`Within`] puts the record of a call in it.
 
+#[cfg(feature = "with-tokio-postgres-0_7")]
+mod by_tokio_postgres;
 mod call;
 mod journal;
 mod mailbox;
 mod open;
-#[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
+#[cfg(feature = "postgres")]
 mod postgres;
 mod savepoint;
-#[cfg(feature = "with-rusqlite-0_40")]
+#[cfg(feature = "with-rusqlite")]
 mod sqlite;
 mod transact;
 mod turns;

@@ -1,16 +1,9 @@
 //! Calls in a transaction of PostgreSQL, and deliveries by each release of sqlx.
 
-use std::future::Future;
-use std::sync::Arc;
-
-use super::journal::Journal;
-use super::open::default_clock;
-use super::transact::{TryFailure, committed, not_begun, pause_after, rolled_back, run};
 use super::{OpenTransaction, Within};
-use crate::clock::Clock;
-use crate::engine::{Observe, observe};
-use crate::store::StoreError;
-use crate::stores::postgres::{InPostgres, PostgresStore, StatementError, Transaction, is_conflict};
+#[cfg(any(feature = "with-sqlx-0_8", feature = "with-sqlx-0_9"))]
+use crate::engine::Observe;
+use crate::stores::postgres::{InPostgres, PostgresStore, Transaction};
 
 impl PostgresStore {
     /// Puts records inside of your open transaction. The records are committed together with its other writes, or not
@@ -68,7 +61,7 @@ impl PostgresStore {
     }
 }
 
-fn records<T: Transaction>(tx: &OpenTransaction<T>) -> InPostgres<'_, T::Session<'_>> {
+pub(super) fn records<T: Transaction>(tx: &OpenTransaction<T>) -> InPostgres<'_, T::Session<'_>> {
     let clock = &*tx.notes.clock;
     InPostgres::new(T::session(tx, clock), clock)
 }
@@ -82,7 +75,28 @@ impl<S> Within<'_, InPostgres<'_, S>> {
     }
 }
 
-#[cfg(feature = "with-tokio-postgres-0_7")]
+// One file has the deliveries of both releases of sqlx, because their interfaces differ only in the name of the crate.
+
+#[cfg(feature = "with-sqlx-0_8")]
+#[path = "."]
+mod with_sqlx_0_8 {
+    use ::sqlx_0_8 as sqlx;
+
+    #[path = "by_sqlx.rs"]
+    pub(super) mod delivery;
+}
+
+#[cfg(feature = "with-sqlx-0_9")]
+#[path = "."]
+mod with_sqlx_0_9 {
+    use ::sqlx_0_9 as sqlx;
+
+    #[path = "by_sqlx.rs"]
+    #[allow(clippy::duplicate_mod, reason = "each release of sqlx has its own types")]
+    pub(super) mod delivery;
+}
+
+#[cfg(feature = "with-sqlx-0_8")]
 impl PostgresStore {
     /// Begins, runs and commits a transaction of sqlx 0.8.
     ///
@@ -111,66 +125,16 @@ impl PostgresStore {
     ///
     /// # Cancel safety
     /// Dropping the future rolls the transaction back, unless the `COMMIT` has already been sent.
-    pub fn transact<T, E, W>(
-        client: &mut tokio_postgres::Client,
-        work: W,
-    ) -> Observe<impl Future<Output = Result<T, E>>>
+    pub fn transact_sqlx_0_8<T, E, W>(pool: &sqlx_0_8::PgPool, work: W) -> Observe<impl Future<Output = Result<T, E>>>
     where
-        W: AsyncFnOnce(&OpenTransaction<tokio_postgres::Transaction<'_>>) -> Result<T, E> + Clone,
-        E: From<tokio_postgres::Error>,
+        W: AsyncFnOnce(&OpenTransaction<sqlx_0_8::Transaction<'_, sqlx_0_8::Postgres>>) -> Result<T, E> + Clone,
+        E: From<sqlx_0_8::Error>,
     {
-        observe(async move {
-            let (clock, mut number) = (default_clock(), 1);
-            loop {
-                let begun = client.transaction().await.inspect_err(|_| not_begun())?;
-                let (tx, ended, journal) = run(begun, &clock, work.clone()).await;
-                let failed = match ended {
-                    Ok(done) => match commit(tx).await {
-                        Ok(()) => return Ok(committed(done)),
-                        Err(error) => {
-                            let conflicts = error.code().is_some_and(|code| is_conflict(code.code()));
-                            TryFailure::at_commit(error, conflicts)
-                        }
-                    },
-                    Err(failed) => {
-                        tx.rollback().await.ok();
-                        failed
-                    }
-                };
-                if !failed.invites_another_try(number) {
-                    return Err(rolled_back(failed, &journal, count(client, &journal, clock)).await);
-                }
-                pause_after(number, &clock).await;
-                number += 1;
-            }
-    /// # use sqlx_0_9 as sqlx;
-        })
+        with_sqlx_0_8::delivery::transact(pool, work)
     }
 }
 
-/// Writes the ends of the attempts of a transaction that was rolled back. Returns whether all errors that the attempts
-/// had recorded are recorded again.
-#[cfg(feature = "with-tokio-postgres-0_7")]
-async fn count(
-    client: &mut tokio_postgres::Client,
-    journal: &Journal,
-    clock: Arc<dyn Clock>,
-) -> Result<bool, StoreError> {
-    let tx = OpenTransaction::with_clock(client.transaction().await.map_err(StatementError::from)?, clock);
-    let recorded = journal.write(|place| records(&tx).schema(place)).await?;
-    commit(tx.into_inner()).await.map_err(StatementError::from)?;
-    Ok(recorded)
-}
-
-/// Commits the transaction. First checks that no statement has failed: the server would then roll back, but report
-/// success.
-#[cfg(feature = "with-tokio-postgres-0_7")]
-async fn commit(tx: tokio_postgres::Transaction<'_>) -> Result<(), tokio_postgres::Error> {
-    tx.batch_execute("SELECT 1").await?;
-    tx.commit().await
-}
-
-#[cfg(feature = "with-sqlx-0_8")]
+#[cfg(feature = "with-sqlx-0_9")]
 impl PostgresStore {
     /// Begins, runs and commits a transaction of sqlx 0.9.
     ///
@@ -179,6 +143,7 @@ impl PostgresStore {
     /// in a separate transaction, and the message is to be delivered again.
     ///
     /// ```no_run
+    /// # use sqlx_0_9 as sqlx;
     /// # async fn deliver(pool: &sqlx::PgPool, order: i64) {
     /// use idem_runtime::within::OpenTransaction;
     /// use idem_runtime::{PostgresStore, idempotent};
@@ -198,56 +163,11 @@ impl PostgresStore {
     ///
     /// # Cancel safety
     /// Dropping the future rolls the transaction back, unless the `COMMIT` has already been sent.
-    pub fn transact_sqlx<T, E, W>(pool: &sqlx::PgPool, work: W) -> Observe<impl Future<Output = Result<T, E>>>
+    pub fn transact_sqlx_0_9<T, E, W>(pool: &sqlx_0_9::PgPool, work: W) -> Observe<impl Future<Output = Result<T, E>>>
     where
-        W: AsyncFnOnce(&OpenTransaction<sqlx::Transaction<'_, sqlx::Postgres>>) -> Result<T, E> + Clone,
-        E: From<sqlx::Error>,
+        W: AsyncFnOnce(&OpenTransaction<sqlx_0_9::Transaction<'_, sqlx_0_9::Postgres>>) -> Result<T, E> + Clone,
+        E: From<sqlx_0_9::Error>,
     {
-        observe(async move {
-            let (clock, mut number) = (default_clock(), 1);
-            loop {
-                let begun = pool.begin().await.inspect_err(|_| not_begun())?;
-                let (tx, ended, journal) = run(begun, &clock, work.clone()).await;
-                let failed = match ended {
-                    Ok(done) => match commit_sqlx(tx).await {
-                        Ok(()) => return Ok(committed(done)),
-                        Err(error) => {
-                            let conflicts = error
-                                .as_database_error()
-                                .and_then(sqlx::error::DatabaseError::code)
-                                .is_some_and(|code| is_conflict(&code));
-                            TryFailure::at_commit(error, conflicts)
-                        }
-                    },
-                    Err(failed) => {
-                        tx.rollback().await.ok();
-                        failed
-                    }
-                };
-                if !failed.invites_another_try(number) {
-                    return Err(rolled_back(failed, &journal, count_sqlx(pool, &journal, clock)).await);
-                }
-                pause_after(number, &clock).await;
-                number += 1;
-            }
-        })
+        with_sqlx_0_9::delivery::transact(pool, work)
     }
-}
-
-/// Writes the ends of the attempts of a transaction that was rolled back. Returns whether all errors that the attempts
-/// had recorded are recorded again.
-#[cfg(feature = "with-sqlx-0_8")]
-async fn count_sqlx(pool: &sqlx::PgPool, journal: &Journal, clock: Arc<dyn Clock>) -> Result<bool, StoreError> {
-    let tx = OpenTransaction::with_clock(pool.begin().await.map_err(StatementError::from)?, clock);
-    let recorded = journal.write(|place| records(&tx).schema(place)).await?;
-    commit_sqlx(tx.into_inner()).await.map_err(StatementError::from)?;
-    Ok(recorded)
-}
-
-/// Commits the transaction. First checks that no statement has failed and that the transaction is open: otherwise the
-/// driver would report success.
-#[cfg(feature = "with-sqlx-0_8")]
-async fn commit_sqlx(mut tx: sqlx::Transaction<'static, sqlx::Postgres>) -> Result<(), sqlx::Error> {
-    sqlx::Executor::execute(&mut *tx, "SAVEPOINT idem; RELEASE SAVEPOINT idem").await?;
-    tx.commit().await
 }

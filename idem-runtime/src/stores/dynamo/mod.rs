@@ -387,8 +387,7 @@ impl DynamoInner {
                 Some(met) => met,
                 None => match self.put_first(until, &name, request).await? {
                     WriteOutcome::Done => {
-                        let lease = Record::first(request).lease(request);
-                        return Ok(Reservation::Granted { lease, takeover: false });
+                        return Ok(Record::first(request).grant(request, false));
                     }
                     WriteOutcome::Refused(met) => match self.met(until, &name, met).await? {
                         Some(met) => met,
@@ -410,7 +409,7 @@ impl DynamoInner {
                     match self.replace(until, &found, item).await? {
                         WriteOutcome::Done => {
                             self.waiting.wake(&name);
-                            return Ok(Reservation::Granted { lease: with.lease(request), takeover });
+                            return Ok(with.grant(request, takeover));
                         }
                         WriteOutcome::Refused(met) => changed = met,
                     }
@@ -658,9 +657,14 @@ impl DynamoInner {
 
     /// Reads one page of a scan. DynamoDB bills the size of all items that the page reads, including their results.
     async fn scan(&self, filter: &Filter) -> Result<Page, StoreError> {
+        if filter.undecided && !filter.scan {
+            let message = "DynamoDB has no index of undecided records: ask for a scan of all items (`Filter::scan`), for \
+                           which it charges";
+            return Err(StoreError::new(StoreErrorKind::Unsupported, message));
+        }
         let tries = Tries::default();
         let prefix = [&self.namespace, &*filter.prefix()].concat();
-        let is_selective = filter.scope.is_some() || filter.older_than.is_some() || !filter.standings.is_empty();
+        let is_selective = filter.scope.is_some() || filter.is_selective();
         let request = self
             .client
             .client()
@@ -793,7 +797,7 @@ impl DynamoInner {
             .owned_terms(lease, now)
             .names(&[ATTEMPTS_USED, PURGE_AT, LAPSES_AT, LEASE_MS, TTL_MS, ON_CRASH_FAIL, BEGUN])
             .value("state", state_name)
-            .value("refund", number(i64::from(release == Release::NotStarted)))
+            .value("refund", number(i64::from(!release.counts())))
             .value("expires_at", number(times.expires_at))
             .value("purge_at", number(times.purge_at));
         let update = "SET #state = :state, #attempts_used = #attempts_used - :refund, #expires_at = :expires_at, \
@@ -1006,7 +1010,14 @@ impl Store for DynamoInner {
     /// Reads a key that no record has, and sends two conditional writes, which DynamoDB refuses.
     fn ping(&self) -> StoreFuture<'_, ()> {
         StoreFuture::new(async move {
-            self.get(self.deadline(), &[&self.namespace, "ping"].concat(), &[KEY]).await?;
+            let (name, until) = ([&self.namespace, "ping"].concat(), self.deadline());
+            // Each kind of request needs a separate permission. DynamoDB checks the permission before the condition,
+            // which never holds, so nothing is written.
+            let never = "attribute_exists(#key) AND attribute_not_exists(#key)";
+            let terms = || Terms::default().names(&[KEY]);
+            self.put(until, Attributes::from([(KEY.to_owned(), text(&name))]), never, terms()).await?;
+            self.update(until, &name, "REMOVE #lapses_at", never, terms().names(&[LAPSES_AT])).await?;
+            self.get(until, &name, &[KEY]).await?;
             Ok(())
         })
     }

@@ -6,7 +6,6 @@ use shuttle::future::block_on;
 use shuttle::thread;
 
 use super::*;
-use crate::policy::OnCrash;
 use crate::record::StoredResult;
 use crate::sync::{TestClock, explore, join_all};
 
@@ -14,16 +13,7 @@ const LEASE: Duration = Duration::from_secs(30);
 const TTL: Duration = Duration::from_secs(60);
 
 pub(crate) fn request(store: &impl Store, key: u32) -> ReserveRequest {
-    ReserveRequest {
-        key: Key::new("interleavings", key).expect("a key"),
-        owner: store.context().new_owner(),
-        lease: LEASE,
-        ttl: TTL,
-        fingerprint: None,
-        on_crash: OnCrash::Retry,
-        max_attempts: None,
-        provenance: crate::record::Provenance::default(),
-    }
+    ReserveRequest::new(Key::new("interleavings", key).expect("a key"), store.context().new_owner(), LEASE, TTL)
 }
 
 fn result() -> Finish {
@@ -42,7 +32,7 @@ fn take_part(store: &MemoryStore, key: u32, holders: &Count) {
     loop {
         let request = request(store, key);
         match block_on(store.reserve(&request)).expect("answered") {
-            Reservation::Granted { lease, takeover } => {
+            Reservation::Granted { lease, takeover, .. } => {
                 assert!(!takeover);
                 assert_eq!(holders.fetch_add(1, Ordering::SeqCst), 0, "two attempts hold one key");
                 thread::yield_now();
@@ -113,7 +103,7 @@ fn a_lapsed_attempt_is_ended_or_taken_over_once() {
                 thread::spawn(move || {
                     let request = request(&store, 0);
                     match block_on(store.reserve(&request)).expect("answered") {
-                        Reservation::Granted { lease, takeover } => {
+                        Reservation::Granted { lease, takeover, .. } => {
                             assert!(takeover);
                             Some(lease)
                         }

@@ -295,10 +295,10 @@ impl MemoryInner {
                 return Err(StoreError::new(StoreErrorKind::Full, message));
             }
             let record = Record::first(request);
-            let lease = record.lease(request);
+            let granted = record.grant(request, false);
             let provenance = record.provenance.clone();
             shard.insert(Slot::new(record, &request.key, request.key.short_hash(), ttl, now), provenance);
-            return Ok(Reservation::Granted { lease, takeover: false });
+            return Ok(granted);
         };
         let slot = shard.slots.get(place);
         let is_first = slot.expires_at <= now;
@@ -310,7 +310,7 @@ impl MemoryInner {
                 Admission::Replace { with, takeover } => (with, takeover),
             }
         };
-        let lease = with.lease(request);
+        let granted = with.grant(request, takeover);
         let provenance = with.provenance.clone();
         let slot = shard.slots.get_mut(place);
         slot.set(with, &request.key);
@@ -318,7 +318,7 @@ impl MemoryInner {
         shard.slots.set_provenance(place, provenance);
         shard.date(place, ttl, now);
         shard.wake(&request.key);
-        Ok(Reservation::Granted { lease, takeover })
+        Ok(granted)
     }
 
     /// Applies `end` to a pending record by compare-and-set on owner token and attempt number; for a release, on the

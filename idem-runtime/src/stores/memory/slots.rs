@@ -342,14 +342,11 @@ impl Slot {
     /// Ends a pending attempt without a result.
     pub(super) fn release(&mut self, release: Release) {
         let Body::Open { stage, .. } = &mut self.body else { return };
-        match release {
-            Release::Returned => *stage = Stage::Released,
-            Release::NotStarted => {
-                *stage = Stage::Released;
-                self.starts = self.starts.saturating_sub(1);
-            }
-            Release::Interrupted => *stage = Stage::Interrupted,
-        }
+        *stage = match release.state() {
+            State::Interrupted => Stage::Interrupted,
+            _ => Stage::Released,
+        };
+        self.starts = self.starts.saturating_sub(u32::from(!release.counts()));
     }
 
     pub(super) fn hash(&self) -> u32 {

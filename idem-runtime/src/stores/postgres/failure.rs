@@ -12,6 +12,10 @@ use crate::store::{StoreError, StoreErrorKind};
 /// Advice if an unexpected pooler answers.
 const POOLED: &str = "a pooler stands between; see `PostgresOptions::behind_pgbouncer`";
 
+/// Advice if there is no table.
+pub(super) const MISSING_TABLE: &str = "the table of the records is missing; `idem schema migrate` creates it, \
+    `PostgresOptions::ensure_schema` creates it at `connect`, and `idem schema print postgres` prints its statements";
+
 /// The failure of an operation. `kind` shows whether the operation may have had an effect. One failure may answer all
 /// operations of a batch.
 #[derive(Clone, Debug)]
@@ -143,8 +147,9 @@ pub(super) fn meaning(code: &str, message: &str) -> (StoreErrorKind, &'static st
     use StoreErrorKind::{Corrupt, Full, Misconfigured, TooLarge, Unavailable, Unconfirmed};
     let read_only = "the server is read-only: a standby, or a former primary; the next call connects again";
     match code {
-        "42P01" | "3F000" | "42703" | "42883" => {
-            (Misconfigured, "the table is missing or of another version; see `PostgresOptions::ensure_schema`")
+        "42P01" | "3F000" => (Misconfigured, MISSING_TABLE),
+        "42703" | "42883" => {
+            (Misconfigured, "the table is of another version; `idem schema diff` lists the differences")
         }
         "42501" => (Misconfigured, "the login may not use the table"),
         "28000" | "28P01" => (Misconfigured, "the login is refused"),

@@ -14,12 +14,9 @@ mod sessions;
 mod sql;
 mod statement_pool;
 mod wake;
-#[cfg(feature = "with-sqlx-0_8")]
-mod with_sqlx;
 #[cfg(feature = "with-tokio-postgres-0_7")]
 mod with_tokio_postgres;
-#[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
-mod within;
+pub(crate) mod within;
 
 use self::statement_pool::StatementPool;
 use std::fmt;
@@ -33,7 +30,7 @@ use tokio_postgres::types::ToSql;
 use self::batch::WorkLanes;
 use self::batch::operations::{BeginMarks, EndRow, EndWrites, Reservations, by_key};
 use self::client::Database;
-use self::failure::OpFailure;
+use self::failure::{OpFailure, misconfigured};
 pub use self::options::PostgresOptions;
 use self::param::{Effect, HiddenParam};
 use self::sessions::{ConnectionSource, Sessions};
@@ -41,12 +38,7 @@ use self::sessions::{ConnectionSource, Sessions};
 pub use self::sql::Cells;
 use self::sql::{AdmissionOutcome, Executor, FoundRow, LookupResult, Micros, Statement, Statements, corrupt};
 use self::wake::{Listener, Mark, Wakeups};
-#[cfg(feature = "with-sqlx-0_8")]
-pub use self::with_sqlx::InSqlx;
-#[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
 pub use self::within::{InPostgres, Transaction};
-#[cfg(any(feature = "with-sqlx-0_8", feature = "with-tokio-postgres-0_7"))]
-pub(crate) use self::within::{StatementError, is_conflict};
 use crate::clock::Clock;
 use crate::combine::{all, race};
 use crate::key::Key;
@@ -59,6 +51,41 @@ use crate::store::{
     Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture, TagCounts, store_of_shared,
 };
 use crate::sync::{PerProcess, Process, SharedOnce};
+
+// One file contains the transactions of both releases of sqlx: the interfaces of the two releases differ only in names,
+// which each module around that file defines.
+
+#[cfg(feature = "with-sqlx-0_8")]
+#[path = "."]
+mod with_sqlx_0_8 {
+    use ::sqlx_0_8 as sqlx;
+    use sqlx::TransactionManager;
+
+    #[path = "with_sqlx.rs"]
+    mod driver;
+
+    /// Converts the text of a statement to the type that this release takes.
+    fn sql(text: &str) -> &str {
+        text
+    }
+}
+
+#[cfg(feature = "with-sqlx-0_9")]
+#[path = "."]
+mod with_sqlx_0_9 {
+    use ::sqlx_0_9 as sqlx;
+    // This release of sqlx does not export this trait, although types that it does export implement the trait.
+    use sqlx_core::transaction::TransactionManager;
+
+    #[path = "with_sqlx.rs"]
+    #[allow(clippy::duplicate_mod, reason = "each release of sqlx has its own types")]
+    mod driver;
+
+    /// Converts the text of a statement to the type that this release takes. No text contains a value of the user.
+    fn sql(text: &str) -> sqlx::AssertSqlSafe<String> {
+        sqlx::AssertSqlSafe(text.to_owned())
+    }
+}
 
 /// Number of reads, within about 60 ms, after which a record that exists but is not visible is reported as held by a
 /// transaction. Usually another session is just committing the record; a transaction of the user may keep the record
@@ -294,7 +321,7 @@ impl PostgresInner {
             pause_before(look, &*self.common.clock).await;
             let found = match self.lanes()?.reserves.call(request.clone()).await.map_err(OpFailure::without_result)? {
                 LookupResult::Made => {
-                    return Ok(Reservation::Granted { lease: Record::first(request).lease(request), takeover: false });
+                    return Ok(Record::first(request).grant(request, false));
                 }
                 LookupResult::Found(found) => *found.map_err(corrupt)?,
                 // The next statement will see the record, unless an open transaction has made the record.
@@ -316,7 +343,7 @@ impl PostgresInner {
             let here = self.here()?;
             let replaced = Box::pin(here.server.sql.replace_met(&*here.server, request, &met, &with)).await;
             if replaced.map_err(OpFailure::without_result)? {
-                return Ok(Reservation::Granted { lease: with.lease(request), takeover });
+                return Ok(with.grant(request, takeover));
             }
         }
         Err(locked_or_changing(StoreErrorKind::Unavailable))
@@ -589,7 +616,7 @@ impl Store for PostgresInner {
     }
 
     fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
-        StoreFuture::new(self.end(lease, release.state(), i64::from(release == Release::NotStarted)))
+        StoreFuture::new(self.end(lease, release.state(), i64::from(!release.counts())))
     }
 
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {
@@ -642,7 +669,9 @@ impl Store for PostgresInner {
             let here = self.here()?;
             let (after, end, looked_at, states) = sql::list(filter);
             let params: [&(dyn ToSql + Sync); 4] = [&after, &end, &looked_at, &states];
-            let rows = here.server.rows(&here.server.sql.list, &params, Effect::Reads).await?;
+            let sql = &here.server.sql;
+            let list = if filter.undecided { &sql.list_undecided } else { &sql.list };
+            let rows = here.server.rows(list, &params, Effect::Reads).await?;
             let mut page = sql::page(&rows, filter, looked_at).map_err(corrupt)?;
             for key in page.damaged() {
                 let now = here.server.sql.inspect_at(&*here.server, key.as_str()).await?;
@@ -656,14 +685,22 @@ impl Store for PostgresInner {
         StoreFuture::new(async move {
             let here = self.here()?;
             let rows = here.server.rows(&here.server.sql.ping, &[], Effect::Reads).await?;
-            match rows.first().and_then(|row| row.try_get(0).ok()) {
-                Some(false) => Ok(()),
-                _ => {
-                    let message =
-                        "the server allows only reading: it is a standby, or `default_transaction_read_only` is on";
-                    Err(StoreError::new(StoreErrorKind::Unavailable, message))
-                }
+            let row = rows.first();
+            let mut lacks: Vec<String> = row.and_then(|row| row.try_get(1).ok()).unwrap_or_default();
+            // Only the background purge needs the right to `DELETE`: calls delete no rows.
+            lacks.retain(|right| right != "DELETE" || self.common.purge_every.is_some());
+            if row.and_then(|row| row.try_get(0).ok()) != Some(false) {
+                let message =
+                    "the server allows only reading: it is a standby, or `default_transaction_read_only` is on";
+                return Err(StoreError::new(StoreErrorKind::Unavailable, message));
             }
+            if !lacks.is_empty() {
+                let lacks = lacks.join(", ");
+                return Err(misconfigured(format!(
+                    "the login lacks {lacks} on the table; `idem schema print postgres --login NAME` prints the grants"
+                )));
+            }
+            Ok(())
         })
     }
 }

@@ -9,7 +9,7 @@ use deadpool_postgres::Pool;
 use tokio_postgres::Config;
 use tokio_postgres::config::{SslMode, TargetSessionAttrs};
 
-use super::failure::misconfigured;
+use super::failure::{MISSING_TABLE, misconfigured};
 use super::param::Effect;
 use super::sessions::{ConnectionSource, LONGEST, Tls};
 use super::sql::{self, Executor as _, Statements};
@@ -21,6 +21,9 @@ use crate::sync::Process;
 
 /// Oldest version of the server that supports all statements of this store, as in `server_version_num`.
 const OLDEST: i64 = 120_000;
+/// Rights on the table. Reading needs the first right, calls need the first three. Calls delete no rows: only purges
+/// and operators who forget records need the right to `DELETE`.
+const RIGHTS: [&str; 4] = ["SELECT", "INSERT", "UPDATE", "DELETE"];
 /// Longest time that a statement waits for the lock of one key, in milliseconds. Only a transaction of the user holds a
 /// key for longer than a commit takes. While a statement waits, all operations in it wait.
 const LOCK_TIMEOUT_MS: u32 = 1000;
@@ -53,6 +56,7 @@ pub struct PostgresOptions {
     response_timeout: Duration,
     behind_pgbouncer: bool,
     purge_every: Option<Duration>,
+    read_only: bool,
 }
 
 impl Default for PostgresOptions {
@@ -67,6 +71,7 @@ impl Default for PostgresOptions {
             response_timeout: Duration::from_secs(5),
             behind_pgbouncer: false,
             purge_every: None,
+            read_only: false,
         }
     }
 }
@@ -162,6 +167,25 @@ impl PostgresOptions {
         Self { purge_every: Some(interval), ..self }
     }
 
+    /// Opens the store for reading only. A hot standby, and a login with the right to `SELECT`, then suffice.
+    /// [`inspect`](crate::Store::inspect) and [`list`](crate::Store::list) work, and every write fails. A standby may
+    /// lag behind its primary: it may show a running attempt that has ended. No schema is created, and nothing is
+    /// purged. Calls of handlers need a store that writes.
+    ///
+    /// ```no_run
+    /// # async fn connect() -> Result<(), Box<dyn std::error::Error>> {
+    /// use idem_runtime::store::Filter;
+    /// use idem_runtime::{PostgresStore, StoreExt};
+    ///
+    /// let store = PostgresStore::options().read_only().connect("postgres://support@standby/shop").await?;
+    /// let stuck = store.operator().list(&Filter::new().uncertain()).await?;
+    /// # Ok(()) }
+    /// ```
+    #[must_use]
+    pub fn read_only(self) -> Self {
+        Self { read_only: true, ..self }
+    }
+
     /// Connects to the server at `url`; see [`PostgresStore::connect`].
     ///
     /// # Errors
@@ -209,7 +233,8 @@ impl PostgresOptions {
             config.connect_timeout(self.response_timeout);
         }
         config.keepalives_idle(Duration::from_secs(30));
-        if config.get_hosts().len() > 1 && config.get_target_session_attrs() == TargetSessionAttrs::Any {
+        let any = config.get_target_session_attrs() == TargetSessionAttrs::Any;
+        if config.get_hosts().len() > 1 && any && !self.read_only {
             config.target_session_attrs(TargetSessionAttrs::ReadWrite);
         }
         if config.get_application_name().is_none() {
@@ -259,7 +284,7 @@ impl PostgresOptions {
             calls,
             upkeep,
             listener,
-            purge_every: self.purge_every,
+            purge_every: self.purge_every.filter(|_| !self.read_only),
             purged_to: AtomicI64::new(sql::Micros::FIRST.0),
             process: Process::this(),
         };
@@ -268,15 +293,19 @@ impl PostgresOptions {
         // Scoped so that the borrow of the runtime's state ends before `shared` moves.
         {
             let here = shared.here()?;
-            if here.server.check(schema, self.purge_every.is_some()).await?.is_none() {
-                if !self.ensure_schema {
+            let needed = match (self.read_only, self.purge_every) {
+                (true, _) => &RIGHTS[..1],
+                (false, None) => &RIGHTS[..3],
+                (false, Some(_)) => &RIGHTS[..],
+            };
+            if here.server.check(schema, needed).await?.is_none() {
+                if !self.ensure_schema || self.read_only {
                     return Err(misconfigured(format!(
-                        "there is no table `records` in the schema `{schema}`; make it with \
-                         `PostgresOptions::ensure_schema`, or with the statements of `PostgresStore::schema_sql`"
+                        "there is no table `records` in the schema `{schema}`: {MISSING_TABLE}"
                     )));
                 }
                 here.server.database.execute(&sql::ensure(schema, self.partitions)).await?;
-                if here.server.check(schema, self.purge_every.is_some()).await?.is_none() {
+                if here.server.check(schema, needed).await?.is_none() {
                     return Err(misconfigured("the table is missing although it was created just now".to_owned()));
                 }
             }
@@ -307,8 +336,9 @@ fn tls(config: &mut Config) -> Result<Tls, StoreError> {
 }
 
 impl StatementPool {
-    /// Checks the server and the table. Returns `None` if the table does not exist; any other problem is an error.
-    async fn check(&self, schema: &str, purges: bool) -> Result<Option<()>, StoreError> {
+    /// Checks the server and the table, and whether the login has the rights in `needed`. Returns `None` if the table
+    /// does not exist; any other problem is an error.
+    async fn check(&self, schema: &str, needed: &[&str]) -> Result<Option<()>, StoreError> {
         let rows = self.rows(&self.sql.check, &[&schema], Effect::Reads).await?;
         let unusable = || misconfigured("the server is not PostgreSQL: it answers differently".to_owned());
         let row = rows.first().ok_or_else(unusable)?;
@@ -331,13 +361,14 @@ impl StatementPool {
         if encoding != "UTF8" {
             return Err(misconfigured(format!("the database has the encoding {encoding}; UTF8 is needed for keys")));
         }
-        if standby || read_only {
+        let writes = needed.len() > 1;
+        if writes && (standby || read_only) {
             return Err(misconfigured(
                 "the server is a standby or allows reading only; connect to the primary, or name all hosts in the URL"
                     .to_owned(),
             ));
         }
-        if !durable {
+        if writes && !durable {
             tracing::warn!(
                 "`fsync` or `synchronous_commit` is off: a crash of the server forgets records that were acknowledged, and \
                  a forgotten operation runs again"
@@ -351,8 +382,7 @@ impl StatementPool {
                 sql::TABLE_VERSION
             )));
         }
-        // Calls delete no rows: only purges and operators who forget records need the right to `DELETE`.
-        missing.retain(|right| *right != "DELETE" || purges);
+        missing.retain(|right| needed.contains(right));
         let missing = match (usage, missing.join(", ")) {
             (None, missing) if missing.is_empty() => return Ok(there.then_some(())),
             (None, missing) => format!("{missing} on the table `records` in the schema `{schema}`"),

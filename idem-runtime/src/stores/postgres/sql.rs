@@ -65,8 +65,11 @@ pub(super) fn ddl(schema: &str, partitions: u16) -> String {
             let created: String = (0..partitions).map(partition).collect();
             // The partitions are created after the choice of a compression, because a partition inherits the present
             // compression of its table.
-            DDL.replace(&format!("{STORAGE};\n"), " PARTITION BY HASH (key);\n")
-                .replace("CREATE INDEX", &format!("{created}\nCREATE INDEX"))
+            DDL.replace(&format!("{STORAGE};\n"), " PARTITION BY HASH (key);\n").replacen(
+                "CREATE INDEX",
+                &format!("{created}\nCREATE INDEX"),
+                1,
+            )
         }
     };
     let name = quoted(schema);
@@ -184,7 +187,10 @@ pub(super) struct Statements {
     /// Returns the records in a range of keys, and a last row with the last key and the number of rows that were
     /// read. Parameters: [`LIST`].
     pub(super) list: Statement,
-    /// Returns whether the server is read-only.
+    /// Like `list`, for records that wait for a decision. Parameters: [`LIST`].
+    pub(super) list_undecided: Statement,
+    /// Returns whether the server is read-only, and the rights to the table that the login lacks. Fails if the table or
+    /// a column is missing.
     pub(super) ping: Statement,
     /// Returns the lock timeout of this session.
     pub(super) lock_timeout: Statement,
@@ -258,7 +264,7 @@ const END_MANY: [Type; 9] = [
     Type::INT8_ARRAY,
     Type::INT8_ARRAY,
 ];
-const REPLACE: [Type; 17] = [
+const REPLACE: [Type; 18] = [
     Type::TEXT,
     Type::BYTEA,
     Type::BYTEA,
@@ -275,6 +281,7 @@ const REPLACE: [Type; 17] = [
     Type::TEXT,
     Type::TEXT,
     Type::TEXT,
+    Type::BOOL,
     Type::BOOL,
 ];
 
@@ -359,7 +366,7 @@ impl Statements {
         let end = |from: &str, free: &str| {
             format!(
                 "UPDATE {table} AS r SET state = u.state, attempts_used = greatest(r.attempts_used - u.refund, 0), \
-                 on_crash_fail = false, begun = false, lease_ms = NULL, ttl_ms = NULL, codec = u.codec, result = u.result, \
+                 on_crash_fail = (u.state = 'interrupted'), begun = false, lease_ms = NULL, ttl_ms = NULL, codec = u.codec, result = u.result, \
                  result_bytes = u.result_bytes, lapses_at = {now}, expires_at = {now} + {ttl}, \
                  listed_at = least(r.listed_at, {now} + {ttl}) FROM {from} \
                  AS u (key, owner, state, refund, codec, result, result_bytes, ttl_ms, attempt) \
@@ -396,7 +403,7 @@ impl Statements {
         // its lease has lapsed, or its attempt has ended.
         let replace = format!(
             "UPDATE {table} AS r SET owner = $2, fingerprint = $3, on_crash_fail = $4, lease_ms = $5, ttl_ms = $6, \
-             attempt = $7, attempts_used = $8, state = 'pending', begun = false, codec = NULL, result = NULL, result_bytes = NULL, \
+             attempt = $7, attempts_used = $8, state = 'pending', begun = $18, codec = NULL, result = NULL, result_bytes = NULL, \
              holder = $13, traceparent = $14, decided_by = $15, decided_reason = $16, began_at = {now}, \
              first_seen_at = CASE WHEN $12 THEN {now} ELSE r.first_seen_at END, \
              lapses_at = {now} + {}, expires_at = {now} + {}, listed_at = least(r.listed_at, {now} + {}) \
@@ -449,7 +456,7 @@ impl Statements {
         };
         let decide = format!(
             "UPDATE {table} AS r SET owner = $2, state = $3, attempts_used = $4, codec = $5, result = $6, \
-             result_bytes = $7, on_crash_fail = false, begun = false, lease_ms = NULL, ttl_ms = NULL, decided_by = $13, \
+             result_bytes = $7, on_crash_fail = ($3 = 'interrupted'), begun = false, lease_ms = NULL, ttl_ms = NULL, decided_by = $13, \
              decided_reason = $14 WHERE {} RETURNING {wake}",
             met(8, 15),
         );
@@ -482,9 +489,20 @@ impl Statements {
              LIMIT $3) SELECT {unread}, r.key, r.size FROM looked AS r WHERE r.format <> {VERSION} \
              OR (r.expires_at > {now} AND ($4 IS NULL OR r.state = ANY($4))) UNION ALL SELECT {MADE}, {none}, max(key), count(*) FROM looked"
         );
-        let ping = "SELECT pg_is_in_recovery() OR current_setting('transaction_read_only') = 'on'";
-        // Joins read the catalogs under one snapshot: `to_regclass` also finds a table that was committed later, whose
-        // comment the snapshot lacks.
+        // The condition equals the condition of the index of undecided records, so that the statement reads this index.
+        let list_undecided = list.replace("WHERE r.key > $1", "WHERE r.on_crash_fail AND r.key > $1");
+        // The statement reads no row. If the table or a column is missing, or if the login may not read a column, the
+        // server refuses this statement like the statements of calls. The statement returns the other rights that the
+        // login lacks.
+        let ping = format!(
+            "SELECT pg_is_in_recovery() OR current_setting('transaction_read_only') = 'on', \
+             ARRAY(SELECT p FROM unnest(ARRAY['INSERT', 'UPDATE', 'DELETE']) AS p \
+             WHERE NOT has_table_privilege('{}'::regclass, p)), \
+             EXISTS (SELECT {ANSWER}, {REST}, r.listed_at, r.waited FROM {table} AS r WHERE r.key = '')",
+            table.replace('\'', "''"),
+        );
+        // Joins read the catalogs under one snapshot. `to_regclass` would also find a table that was committed after
+        // the snapshot, and the snapshot lacks the comment on such a table.
         let check = "SELECT version(), current_setting('server_version_num')::bigint, current_setting('server_encoding'), \
                      pg_is_in_recovery(), current_setting('transaction_read_only') = 'on', \
                      current_setting('fsync') = 'on' AND current_setting('synchronous_commit') <> 'off', \
@@ -523,7 +541,8 @@ impl Statements {
             forget_damaged: statement(forget_damaged, &[Type::TEXT, Type::BYTEA]),
             purge: statement(purge, &[Type::INT8, Type::TIMESTAMPTZ]),
             list: statement(list, &LIST),
-            ping: statement(ping.to_owned(), &[]),
+            list_undecided: statement(list_undecided, &LIST),
+            ping: statement(ping, &[]),
             lock_timeout: statement("SELECT current_setting('lock_timeout')".to_owned(), &[]),
             hold: statement(format!("SELECT pg_advisory_xact_lock({})", lock_number("$1")), &[Type::TEXT]),
             check: statement(check.to_owned(), &[Type::TEXT]),
@@ -625,7 +644,7 @@ impl Statements {
         with: &Record,
     ) -> Result<bool, A::Error> {
         let (parts, seen) = (Parts::of(with), Parts::of(&met.record));
-        let params: [&(dyn ToSql + Sync); 17] = [
+        let params: [&(dyn ToSql + Sync); 18] = [
             &request.key.as_str(),
             &HiddenParam(parts.owner),
             &HiddenParam(parts.fingerprint),
@@ -643,6 +662,7 @@ impl Statements {
             &parts.decided_by,
             &parts.decided_reason,
             &seen.begun,
+            &parts.begun,
         ];
         Ok(!at.rows(&self.replace, &params, Effect::Writes).await?.is_empty())
     }
@@ -902,6 +922,7 @@ pub trait Cells {
     ///
     /// # Errors
     /// If there is no value, or the value has another type.
+    #[doc(hidden)]
     fn cell<'a, T: FromSql<'a>>(&'a self, at: usize) -> Result<T, FormatError>;
 }
 
@@ -975,8 +996,7 @@ pub(super) fn list(filter: &Filter) -> (String, String, i64, Option<Vec<&'static
     // First string that sorts after every key with this prefix: the prefix ends with `/`, and `0` follows `/`.
     let end = format!("{}0", &prefix[..prefix.len() - 1]);
     let after = filter.after.as_ref().map_or("", Cursor::as_str).max(&prefix).to_owned();
-    let is_selective = !filter.standings.is_empty() || filter.older_than.is_some();
-    let looked_at = if is_selective { LOOKED_AT } else { filter.most() };
+    let looked_at = if filter.is_selective() { LOOKED_AT } else { filter.most() };
     let mut states: Vec<_> = Standing::ALL.into_iter().filter(|it| filter.takes(*it)).map(Standing::state).collect();
     states.dedup();
     let states = (!filter.takes(Standing::Damaged)).then_some(states);

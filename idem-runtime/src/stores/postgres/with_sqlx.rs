@@ -7,20 +7,24 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::BytesMut;
-use sqlx::encode::IsNull;
-use sqlx::error::BoxDynError;
-use sqlx::postgres::types::Oid;
-use sqlx::postgres::{PgArgumentBuffer, PgArguments, PgRow, PgTypeInfo};
-use sqlx::{Arguments, Database, Encode, Executor, PgConnection, Postgres, Row, TransactionManager, ValueRef};
 use tokio::sync::{Mutex, MutexGuard};
 use tokio_postgres::types::{FromSql, IsNull as Nothing, ToSql, Type};
 
-use super::sql::{Cells, Statement};
-use super::within::{StatementError, TransactionSession};
+use super::sqlx::encode::IsNull;
+use super::sqlx::error::BoxDynError;
+use super::sqlx::postgres::types::Oid;
+use super::sqlx::postgres::{PgArgumentBuffer, PgArguments, PgRow, PgTypeInfo};
+use super::sqlx::{
+    Arguments, Database, Encode, Error, Executor, PgConnection, Postgres, Row, Transaction, Type as SqlxType, ValueRef,
+    query_with,
+};
+use super::{TransactionManager, sql};
 use crate::clock::Clock;
 use crate::combine::race;
 use crate::record::format::FormatError;
 use crate::store::transaction::{DriverTransaction, Sealed};
+use crate::stores::postgres::sql::{Cells, Statement};
+use crate::stores::postgres::within::{self, StatementError, TransactionSession};
 
 /// Longest wait for the lock on the connection. A body that holds this lock while it calls another handler on the same
 /// transaction would wait for itself forever.
@@ -29,13 +33,13 @@ const LOCK_LIMIT: Duration = Duration::from_secs(30);
 /// A transaction of `sqlx`, which the user shares with the library.
 #[derive(Clone, Copy)]
 pub struct InSqlx<'a, 'c> {
-    transaction: &'a Mutex<sqlx::Transaction<'c, Postgres>>,
+    transaction: &'a Mutex<Transaction<'c, Postgres>>,
     clock: &'a dyn Clock,
 }
 
-impl Sealed for sqlx::Transaction<'_, Postgres> {}
+impl Sealed for Transaction<'_, Postgres> {}
 
-impl DriverTransaction for sqlx::Transaction<'_, Postgres> {
+impl DriverTransaction for Transaction<'_, Postgres> {
     type Shared = Mutex<Self>;
 
     fn unshare(shared: Mutex<Self>) -> Self {
@@ -43,7 +47,7 @@ impl DriverTransaction for sqlx::Transaction<'_, Postgres> {
     }
 }
 
-impl<'c> super::within::Transaction for sqlx::Transaction<'c, Postgres> {
+impl<'c> within::Transaction for Transaction<'c, Postgres> {
     type Session<'a>
         = InSqlx<'a, 'c>
     where
@@ -64,7 +68,7 @@ impl fmt::Debug for InSqlx<'_, '_> {
 }
 
 impl<'c> InSqlx<'_, 'c> {
-    async fn lock(&self) -> Result<MutexGuard<'_, sqlx::Transaction<'c, Postgres>>, StatementError> {
+    async fn lock(&self) -> Result<MutexGuard<'_, Transaction<'c, Postgres>>, StatementError> {
         race(self.transaction.lock(), self.clock.sleep(LOCK_LIMIT)).await.ok_or_else(|| StatementError {
             code: None,
             message: format!("the body held the lock on its transaction for {LOCK_LIMIT:?}"),
@@ -88,13 +92,13 @@ impl TransactionSession for InSqlx<'_, '_> {
         }
         let mut connection = self.lock().await?;
         let connection: &mut PgConnection = &mut connection;
-        Ok(sqlx::query_with(&statement.text, arguments).persistent(false).fetch_all(connection).await?)
+        Ok(query_with(sql(&statement.text), arguments).persistent(false).fetch_all(connection).await?)
     }
 
     async fn execute(&self, text: &str) -> Result<(), StatementError> {
         let mut connection = self.lock().await?;
         let connection: &mut PgConnection = &mut connection;
-        connection.execute(text).await?;
+        connection.execute(sql(text)).await?;
         Ok(())
     }
 
@@ -102,7 +106,7 @@ impl TransactionSession for InSqlx<'_, '_> {
 
     async fn save(&self) -> Result<(), StatementError> {
         let mut connection = self.lock().await?;
-        SavepointGuard(Some(Manager::begin(&mut connection, None))).await?;
+        SavepointGuard(Some(Box::pin(Manager::begin(&mut connection, None)))).await?;
         Ok(())
     }
 
@@ -110,7 +114,7 @@ impl TransactionSession for InSqlx<'_, '_> {
         let mut connection = self.lock().await?;
         let connection: &mut PgConnection = &mut connection;
         let name = Manager::get_transaction_depth(connection) - 1;
-        connection.execute(&*format!("ROLLBACK TO SAVEPOINT _sqlx_savepoint_{name}")).await?;
+        connection.execute(sql(&format!("ROLLBACK TO SAVEPOINT _sqlx_savepoint_{name}"))).await?;
         Ok(())
     }
 
@@ -143,10 +147,10 @@ type Manager = <Postgres as Database>::TransactionManager;
 /// unused savepoint.
 struct SavepointGuard<'a>(Option<SavepointFuture<'a>>);
 
-type SavepointFuture<'a> = Pin<Box<dyn Future<Output = Result<(), sqlx::Error>> + Send + 'a>>;
+type SavepointFuture<'a> = Pin<Box<dyn Future<Output = Result<(), Error>> + Send + 'a>>;
 
 impl Future for SavepointGuard<'_> {
-    type Output = Result<(), sqlx::Error>;
+    type Output = Result<(), Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let making = self.0.as_mut().expect("polled after it was ready");
@@ -168,7 +172,7 @@ struct Param<'a> {
     bytes: Option<BytesMut>,
 }
 
-impl sqlx::Type<Postgres> for Param<'_> {
+impl SqlxType<Postgres> for Param<'_> {
     fn type_info() -> PgTypeInfo {
         PgTypeInfo::with_name("unknown")
     }
@@ -201,12 +205,10 @@ impl Cells for PgRow {
     }
 }
 
-impl From<sqlx::Error> for StatementError {
-    fn from(error: sqlx::Error) -> Self {
+impl From<Error> for StatementError {
+    fn from(error: Error) -> Self {
         match &error {
-            sqlx::Error::Database(error) => {
-                Self { code: error.code().map(Into::into), message: error.message().to_owned() }
-            }
+            Error::Database(error) => Self { code: error.code().map(Into::into), message: error.message().to_owned() },
             _ => Self { code: None, message: error.to_string() },
         }
     }

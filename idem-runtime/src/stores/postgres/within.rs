@@ -36,8 +36,12 @@ pub struct InPostgres<'a, S> {
 }
 
 /// An open transaction of a driver, for [`PostgresStore::within`](super::PostgresStore::within): the `Transaction` of
-/// tokio-postgres 0.7, of deadpool-postgres 0.14 or of sqlx 0.8. Each driver has its own feature, for example
-/// `with-sqlx-0_8`.
+/// tokio-postgres 0.7, of deadpool-postgres 0.14, or of sqlx 0.8 or 0.9. Each driver has its own feature, for example
+/// `with-sqlx-0_9`.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a transaction of PostgreSQL that `PostgresStore` can use",
+    label = "not the transaction of a driver for PostgreSQL"
+)]
 pub trait Transaction: DriverTransaction {
     #[doc(hidden)]
     type Session<'a>: TransactionSession
@@ -256,7 +260,7 @@ impl<S: TransactionSession> TransactionStore for InPostgres<'_, S> {
                 MEETINGS.forget(request.key.seed());
             }
             let found = match said.met {
-                LookupResult::Made => return Ok(Reservation::Granted { lease: first.lease(request), takeover: false }),
+                LookupResult::Made => return Ok(first.grant(request, false)),
                 LookupResult::Found(found) => found.map_err(corrupt)?,
                 LookupResult::Unseen if said.is_held => continue,
                 LookupResult::Unseen => return Ok(held_by_another(&request.key, 1)),
@@ -271,7 +275,7 @@ impl<S: TransactionSession> TransactionStore for InPostgres<'_, S> {
                 return Ok(held_by_another(&request.key, with.attempt));
             }
             if self.table.statements.replace_met(self, request, &met, &with).await? {
-                return Ok(Reservation::Granted { lease: with.lease(request), takeover });
+                return Ok(with.grant(request, takeover));
             }
         }
         Err(locked_or_changing(StoreErrorKind::Aborted))
@@ -290,7 +294,7 @@ impl<S: TransactionSession> TransactionStore for InPostgres<'_, S> {
     }
 
     async fn release(&self, lease: &Lease, release: Release) -> Result<Verdict, StoreError> {
-        self.end(lease, release.state(), i64::from(release == Release::NotStarted)).await
+        self.end(lease, release.state(), i64::from(!release.counts())).await
     }
 
     async fn wait(&self, key: &Key, at_most: Duration) -> Result<bool, StoreError> {

@@ -42,6 +42,11 @@ impl ErrorReply {
         let (code, message) = text.split_once(' ').unwrap_or((text, ""));
         Self { code: code.into(), message: message.into() }
     }
+
+    /// Returns whether the server refused the arguments of a command, and not the command.
+    pub(super) fn is_about_arguments(&self) -> bool {
+        &*self.code == "ERR" && !FORBIDDEN.iter().any(|words| self.message.contains(words))
+    }
 }
 
 impl From<&ServerError> for ErrorReply {

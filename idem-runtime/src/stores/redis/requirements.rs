@@ -2,11 +2,13 @@
 
 use redis::{Pipeline, Value};
 
-use super::failure::{ExchangeFailure, failed, misconfigured};
+use super::command::RedisCommand;
+use super::failure::{ErrorReply, ExchangeFailure, failed, misconfigured, unexpected};
 use super::limits::Limits;
 use super::place::ServerConnection;
 use super::rights::{Purpose, RIGHTS, Right};
 use super::scripts::{Script, Scripts};
+use crate::clock::Clock;
 use crate::store::{StoreError, StoreErrorKind};
 
 /// The properties of a server that passed the check.
@@ -30,7 +32,7 @@ pub(super) async fn prepare(
         Purpose::Opening | Purpose::Wakes | Purpose::Lists => false,
     };
     let rights: Vec<&Right> = RIGHTS.iter().filter(is_needed).collect();
-    let probe = format!("{prefix}probe/{:032x}", connection.clock().entropy());
+    let probe = probe_key(prefix, connection.clock());
     // The answers are read in the order of the questions.
     let mut answers = connection.many(&questions(&rights, &probe)).await.map_err(failed)?.into_iter();
     let mut answer = || match answers.next() {
@@ -92,6 +94,38 @@ fn check_rights<'a>(answers: impl Iterator<Item = (&'a Right, Result<Value, Stor
     }
     let Some(first) = first else { return Ok(()) };
     Err(misconfigured(format!("the login may not send `{}`: {first}", refused.join("`, `"))).with_source(first))
+}
+
+/// Makes the script call that tries each command of calls on one server, and changes nothing.
+pub(super) fn probe(scripts: &Scripts, prefix: &str, clock: &dyn Clock) -> RedisCommand {
+    // With `min_replicas`, the exchange also writes to the first key of its script. This script names no key, so the
+    // empty argument stands in place of the key.
+    RedisCommand::script(&scripts.ping, std::iter::empty(), |command| {
+        command.arg("").arg(probe_key(prefix, clock));
+    })
+}
+
+/// Fails if an answer to [`probe`] shows that the server refuses calls.
+pub(super) fn check_probe(answer: &Value) -> Result<(), StoreError> {
+    let Value::Array(errors) = answer else { return Err(unexpected(answer)) };
+    for error in errors {
+        let text = match error {
+            Value::BulkString(text) => String::from_utf8_lossy(text),
+            Value::SimpleString(text) => text.into(),
+            other => return Err(unexpected(other)),
+        };
+        let refusal = ErrorReply::read(text.trim_start_matches('-'));
+        // A node of a cluster refuses a key of another node; rights, memory and role were checked before.
+        if !refusal.is_about_arguments() {
+            return Err(failed(ExchangeFailure::Refused(refusal)));
+        }
+    }
+    Ok(())
+}
+
+/// Returns a key under which there is no record.
+fn probe_key(prefix: &str, clock: &dyn Clock) -> String {
+    format!("{prefix}probe/{:032x}", clock.entropy())
 }
 
 /// Settings that limit the size of a value, and of a request.

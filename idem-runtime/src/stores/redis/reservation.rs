@@ -35,9 +35,11 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
             Some((found, left)) => (found, Some(left)),
             None => match looked(access.run(name, Op::Reserve(write)).await, request.owner).map_err(failed)? {
                 Value::Nil => {
-                    let mut lease = first.lease(request);
-                    lease.mark = LeaseMark::new(access.core.wall_millis());
-                    return Ok(Reservation::Granted { lease, takeover: false });
+                    let mut granted = first.grant(request, false);
+                    if let Reservation::Granted { lease, .. } = &mut granted {
+                        lease.mark = LeaseMark::new(access.core.wall_millis());
+                    }
+                    return Ok(granted);
                 }
                 Value::BulkString(found) => (Bytes::from(found), None),
                 other => return Err(unexpected(&other)),
@@ -57,7 +59,7 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
             }
             (TakeoverAnswer::Lapsed, Admission::Answer(answer)) => return Ok(answer),
             (TakeoverAnswer::Replaced, Admission::Replace { with, takeover }) => {
-                return Ok(Reservation::Granted { lease: with.lease(request), takeover });
+                return Ok(with.grant(request, takeover));
             }
             (TakeoverAnswer::Held(lapses_in), _) => {
                 access.core.remember(record.owner, asked_at.saturating_add(lapses_in));

@@ -86,6 +86,15 @@ mod tests {
     }
 
     #[test]
+    fn a_ping_sends_each_redis_command_of_calls() {
+        let script = include_str!("scripts/ping.lua");
+        for right in RIGHTS.iter().filter(|right| right.purpose == Purpose::Calls && !right.name().starts_with("EVAL"))
+        {
+            assert!(script.contains(&format!("redis.pcall('{}', key", right.name())), "{}", right.name());
+        }
+    }
+
+    #[test]
     fn the_guide_names_each_redis_command_that_a_login_must_be_allowed() {
         let guide = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/guide.md")).unwrap();
         let about = guide.split("with few rights needs").nth(1).and_then(|rest| rest.split("`connect` names").next());

@@ -30,10 +30,10 @@ impl Route {
         }
     }
 
-    /// Sends `ask` to all servers concurrently. Fails if one server fails.
-    pub(super) async fn ask_all(&self, ask: &RedisCommand) -> Result<(), ExchangeFailure> {
+    /// Sends `ask` to all servers concurrently, and returns their answers. Fails if one server fails.
+    pub(super) async fn ask_all(&self, ask: &RedisCommand) -> Result<Vec<Value>, ExchangeFailure> {
         match self {
-            Self::One(node, _) => node.run(Op::Read(ask.clone())).await.map(drop),
+            Self::One(node, _) => Ok(vec![node.run(Op::Read(ask.clone())).await?]),
             Self::Cluster(cluster) => {
                 let primaries = cluster.primaries();
                 if primaries.is_empty() {
@@ -41,7 +41,7 @@ impl Route {
                 }
                 let mut asked: Vec<_> =
                     primaries.iter().map(|primary| primary.node().run(Op::Read(ask.clone()))).collect();
-                all(&mut asked).await.into_iter().try_for_each(|answer| answer.map(drop))
+                all(&mut asked).await.into_iter().collect()
             }
         }
     }

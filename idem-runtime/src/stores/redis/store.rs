@@ -5,14 +5,13 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::access::{Access, Core, attempt_of, call, written};
-use super::command::RedisCommand;
 use super::connections::Connections;
 use super::failure::{ExchangeFailure, failed};
 use super::inspection::look_at;
 use super::limits::SURE;
 use super::op::Op;
 use super::write::RecordWrite;
-use super::{operator, renewal, reservation};
+use super::{operator, renewal, requirements, reservation};
 use crate::key::Key;
 use crate::kit::per_runtime::PerRuntime;
 use crate::record::format::{self, millis};
@@ -174,14 +173,10 @@ impl Store for RedisInner {
     fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
         StoreFuture::new(async move {
             let access = self.access()?;
-            let (state, refund) = match release {
-                Release::Returned => ("R", 0),
-                Release::NotStarted => ("R", 1),
-                Release::Interrupted => ("I", 0),
-            };
+            let (state, refund) = (format::letter(&release.state()), u8::from(!release.counts()));
             let name = access.name_of(&lease.key);
             let asked = call(&self.core.scripts().release, name, |command| {
-                command.arg(&lease.owner.as_bytes()[..]).arg(state).arg(refund).arg(millis(lease.ttl));
+                command.arg(&lease.owner.as_bytes()[..]).arg(&[state][..]).arg(refund).arg(millis(lease.ttl));
                 command.arg(&*self.core.terms.channel);
             });
             let released = access.run(name, Op::Write(asked.keep_if_dropped())).await;
@@ -241,7 +236,9 @@ impl Store for RedisInner {
     fn ping(&self) -> StoreFuture<'_, ()> {
         StoreFuture::new(async move {
             let access = self.access()?;
-            access.connections.route.ask_all(&RedisCommand::plain(redis::cmd("PING"))).await.map_err(failed)
+            let probe = requirements::probe(self.core.scripts(), &self.core.prefix, self.core.clock());
+            let answers = access.connections.route.ask_all(&probe).await.map_err(failed)?;
+            answers.iter().try_for_each(requirements::check_probe)
         })
     }
 }

@@ -23,7 +23,7 @@ mod options;
 mod settings;
 mod sql;
 mod store;
-#[cfg(feature = "with-rusqlite-0_40")]
+#[cfg(feature = "with-rusqlite")]
 mod within;
 
 use std::path::Path;
@@ -33,9 +33,9 @@ pub use self::settings::Synchronous;
 pub use self::store::SqliteStore;
 #[cfg(feature = "conformance")]
 pub use self::store::meet_row;
-#[cfg(feature = "with-rusqlite-0_40")]
+#[cfg(feature = "with-rusqlite")]
 pub use self::within::InSqlite;
-#[cfg(feature = "with-rusqlite-0_40")]
+#[cfg(feature = "with-rusqlite")]
 pub(crate) use self::within::aborted;
 use crate::store::StoreError;
 

@@ -185,7 +185,8 @@ pub(super) fn ddl(name: &str) -> String {
     result_bytes  INTEGER,
     result        BLOB
 );
-CREATE INDEX IF NOT EXISTS "{name}_listed" ON "{name}" (listed_at);"#
+CREATE INDEX IF NOT EXISTS "{name}_listed" ON "{name}" (listed_at);
+CREATE INDEX IF NOT EXISTS "{name}_undecided" ON "{name}" (key) WHERE on_crash_fail;"#
     )
 }
 
@@ -207,11 +208,12 @@ enum Sql {
     Delete,
     Relist,
     List,
+    ListUndecided,
     Ping,
 }
 
 impl Sql {
-    const ALL: [Self; 17] = [
+    const ALL: [Self; 18] = [
         Self::Insert,
         Self::Replace,
         Self::Select,
@@ -228,6 +230,7 @@ impl Sql {
         Self::Delete,
         Self::Relist,
         Self::List,
+        Self::ListUndecided,
         Self::Ping,
     ];
     const COUNT: usize = Self::ALL.len();
@@ -239,13 +242,13 @@ impl Sql {
         match self {
             Self::Insert => format!(
                 r#"INSERT INTO "{table}" (key, owner, format, state, attempt, attempts_used, fingerprint, on_crash_fail, lease_ms,
-                ttl_ms, lapses_at, expires_at, holder, traceparent, decided_by, decided_reason, began_at, first_seen_at, listed_at)
-                VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, ?19)
+                ttl_ms, lapses_at, expires_at, holder, traceparent, decided_by, decided_reason, began_at, first_seen_at, begun, listed_at)
+                VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, ?17, ?18, ?19, ?20)
                 ON CONFLICT (key) DO NOTHING"#
             ),
             Self::Replace => format!(
                 r#"UPDATE "{table}" SET owner = ?2, format = ?3, state = ?4, attempt = ?5, attempts_used = ?6, fingerprint = ?7,
-                on_crash_fail = ?8, begun = 0, lease_ms = ?9, ttl_ms = ?10, lapses_at = ?11, expires_at = ?12, holder = ?13,
+                on_crash_fail = ?8, begun = ?19, lease_ms = ?9, ttl_ms = ?10, lapses_at = ?11, expires_at = ?12, holder = ?13,
                 traceparent = ?14, decided_by = ?15, decided_reason = ?16, began_at = ?17,
                 first_seen_at = coalesce(?18, first_seen_at), codec = NULL, result_bytes = NULL, result = NULL WHERE key = ?1"#
             ),
@@ -260,13 +263,17 @@ impl Sql {
             Self::List => format!(
                 r#"SELECT {ANSWER}, NULL, {REST}, length(result), key FROM "{table}" WHERE key > ?1 AND key < ?2 ORDER BY key"#
             ),
-            Self::Ping => format!(r#"SELECT 1 FROM "{table}" LIMIT 1"#),
+            // The condition equals the condition of the index of undecided records, so that the statement reads this
+            // index.
+            Self::ListUndecided => Self::List.text(table).replace("WHERE", "WHERE on_crash_fail AND"),
+            Self::Ping => format!(r#"SELECT {ANSWER}, {REST}, listed_at FROM "{table}" LIMIT 1"#),
             Self::Finish => format!(
                 r#"UPDATE "{table}" SET state = ?5, on_crash_fail = 0, begun = 0, lease_ms = NULL, ttl_ms = NULL, lapses_at = NULL,
                 expires_at = ?6, codec = ?7, result_bytes = ?8, result = ?9 WHERE {held}"#
             ),
             Self::Release => format!(
-                r#"UPDATE "{table}" SET state = ?4, attempts_used = max(attempts_used - ?6, 0), on_crash_fail = 0, begun = 0,
+                r#"UPDATE "{table}" SET state = ?4, attempts_used = max(attempts_used - ?6, 0),
+                on_crash_fail = (?4 = 'interrupted'), begun = 0,
                 lease_ms = NULL, ttl_ms = NULL, lapses_at = NULL, expires_at = ?5 WHERE {owned}"#
             ),
             // The statement marks a record only while its lease is live, or again if the record is already marked: a
@@ -280,7 +287,8 @@ impl Sql {
                 r#"UPDATE "{table}" SET lapses_at = max(lapses_at, ?5), expires_at = max(expires_at, ?6) WHERE {held}"#
             ),
             Self::Decide => format!(
-                r#"UPDATE "{table}" SET owner = ?2, state = ?3, attempts_used = ?4, on_crash_fail = 0, begun = 0,
+                r#"UPDATE "{table}" SET owner = ?2, state = ?3, attempts_used = ?4,
+                on_crash_fail = (?3 = 'interrupted'), begun = 0,
                 lease_ms = NULL, ttl_ms = NULL, lapses_at = NULL, codec = ?5, result_bytes = ?6, result = ?7, decided_by = ?8,
                 decided_reason = ?9 WHERE key = ?1"#
             ),
@@ -425,7 +433,7 @@ impl<'c> Table<'c> {
     pub(crate) fn reserve(&mut self, request: &ReserveRequest, now: i64) -> Result<Reservation, Trouble> {
         let first = Record::first(request);
         if self.put(Sql::Insert, &request.key, &first, true, Some(request.ttl), now)? {
-            return Ok(Reservation::Granted { lease: first.lease(request), takeover: false });
+            return Ok(first.grant(request, false));
         }
         let found = self.find(&request.key, now)?;
         let is_first = found.is_none();
@@ -436,7 +444,7 @@ impl<'c> Table<'c> {
             None => (first, false),
         };
         self.put(Sql::Replace, &request.key, &record, is_first, None, now)?;
-        Ok(Reservation::Granted { lease: record.lease(request), takeover })
+        Ok(record.grant(request, takeover))
     }
 
     /// Returns the answer to `request` if the reservation changes nothing; `None` if the reservation has to write.
@@ -444,6 +452,8 @@ impl<'c> Table<'c> {
         let found = self.find_by(Sql::Answer, &request.key, now)?;
         let meeting = found.map(|found| found.meet(request, now));
         Ok(match meeting {
+            // The answer to a repeated reservation contains the whole provenance, which this statement does not read.
+            Some(Admission::Answer(Reservation::Granted { .. })) => None,
             Some(Admission::Answer(answer)) => Some(answer),
             _ => None,
         })
@@ -476,6 +486,7 @@ impl<'c> Table<'c> {
             attempts_used,
             fingerprint,
             on_crash_fail,
+            begun,
             lease_ms,
             ttl_ms,
             holder,
@@ -492,7 +503,7 @@ impl<'c> Table<'c> {
         // no index.
         let listed_at = listed_in.map(|ttl| after(now, ttl));
         // The parameters of `Insert`, in order. `Replace` takes the same parameters without the last one.
-        let columns: [&dyn ToSql; 19] = [
+        let columns: [&dyn ToSql; 20] = [
             &key.as_str(),
             &owner,
             &format,
@@ -511,6 +522,7 @@ impl<'c> Table<'c> {
             &decided_reason,
             &now,
             &first_seen_at,
+            &begun,
             &listed_at,
         ];
         let count = columns.len() - usize::from(listed_at.is_none());
@@ -536,7 +548,7 @@ impl<'c> Table<'c> {
     /// Ends the attempt without a result.
     pub(crate) fn release(&mut self, lease: &Lease, release: Release, now: i64) -> Result<Verdict, Trouble> {
         let (key, owner, expires_at) = (lease.key.as_str(), &lease.owner.as_bytes()[..], after(now, lease.ttl));
-        let refund = i64::from(release == Release::NotStarted);
+        let refund = i64::from(!release.counts());
         let columns = params![key, owner, now, release.state().name(), expires_at, refund];
         match self.sql(Sql::Release)?.execute(columns)? {
             0 => self.ended(lease, false, now),
@@ -619,7 +631,7 @@ impl<'c> Table<'c> {
         // First string that sorts after every key with this prefix: the prefix ends with `/`, and `0` follows `/`.
         let end = format!("{}0", &prefix[..prefix.len() - 1]);
         let mut page = Page::default();
-        let mut rows = self.sql(Sql::List)?.query([after, &end])?;
+        let mut rows = self.sql(if filter.undecided { Sql::ListUndecided } else { Sql::List })?.query([after, &end])?;
         let mut looked = 0;
         let mut last = String::new();
         while let Some(row) = rows.next()? {

@@ -90,8 +90,20 @@ fn open() -> (Arc<Dispatch>, Arc<GatedServer>) {
     let server = GatedServer::shut();
     let clock: Arc<dyn Clock> = Arc::new(TestClock::default());
     let timeout = Duration::from_secs(1);
-    let names =
-        ["begin", "decide", "finish", "finish_one", "glance", "inspect", "release", "remove", "renew", "take", "watch"];
+    let names = [
+        "begin",
+        "decide",
+        "finish",
+        "finish_one",
+        "glance",
+        "inspect",
+        "ping",
+        "release",
+        "remove",
+        "renew",
+        "take",
+        "watch",
+    ];
     let scripts = Arc::new(Scripts::new(names.map(script)));
     let connection = ServerConnection::theirs(
         UserConnection::new(FakeServer(Arc::clone(&server)), &clock),

@@ -28,6 +28,7 @@ pub(super) struct Scripts {
     pub(super) finish_one: Script,
     pub(super) glance: Script,
     pub(super) inspect: Script,
+    pub(super) ping: Script,
     pub(super) release: Script,
     pub(super) remove: Script,
     pub(super) renew: Script,
@@ -36,13 +37,14 @@ pub(super) struct Scripts {
 }
 
 impl Scripts {
-    pub(super) const SOURCES: [&str; 11] = [
+    pub(super) const SOURCES: [&str; 12] = [
         concat!(include_str!("times.lua"), include_str!("begin.lua")),
         concat!(include_str!("times.lua"), include_str!("decide.lua")),
         concat!(include_str!("times.lua"), include_str!("finish.lua")),
         concat!(include_str!("times.lua"), include_str!("finish_one.lua")),
         include_str!("glance.lua"),
         include_str!("inspect.lua"),
+        include_str!("ping.lua"),
         concat!(include_str!("times.lua"), include_str!("release.lua")),
         include_str!("remove.lua"),
         concat!(include_str!("times.lua"), include_str!("renew.lua")),
@@ -51,8 +53,8 @@ impl Scripts {
     ];
 
     /// Gives each loaded script its name. `scripts` are in the order of [`Scripts::SOURCES`].
-    pub(super) fn new(scripts: [Script; 11]) -> Self {
-        let [begin, decide, finish, finish_one, glance, inspect, release, remove, renew, take, watch] = scripts;
-        Self { begin, decide, finish, finish_one, glance, inspect, release, remove, renew, take, watch }
+    pub(super) fn new(scripts: [Script; 12]) -> Self {
+        let [begin, decide, finish, finish_one, glance, inspect, ping, release, remove, renew, take, watch] = scripts;
+        Self { begin, decide, finish, finish_one, glance, inspect, ping, release, remove, renew, take, watch }
     }
 }

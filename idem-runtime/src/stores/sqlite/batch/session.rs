@@ -483,7 +483,6 @@ mod tests {
     use crate::clock::SystemClock;
     use crate::codec::CodecName;
     use crate::key::Key;
-    use crate::policy::OnCrash;
     use crate::record::{Finish, OwnerToken, Reservation, ReserveRequest, StoredResult, Verdict};
 
     /// A store without threads, on a file in a folder that `drop` removes.
@@ -531,16 +530,8 @@ mod tests {
     }
 
     fn reserve(n: u8) -> ReserveRequest {
-        ReserveRequest {
-            key: Key::new("threads", n).unwrap(),
-            owner: OwnerToken::from_bytes([n; 16]),
-            lease: Duration::from_secs(60),
-            ttl: Duration::from_secs(60),
-            fingerprint: None,
-            on_crash: OnCrash::Retry,
-            max_attempts: None,
-            provenance: crate::record::Provenance::default(),
-        }
+        let (key, owner) = (Key::new("threads", n).unwrap(), OwnerToken::from_bytes([n; 16]));
+        ReserveRequest::new(key, owner, Duration::from_secs(60), Duration::from_secs(60))
     }
 
     #[test]
