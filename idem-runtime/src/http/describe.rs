@@ -44,6 +44,7 @@ fn problems(settings: &Settings) -> Vec<(ProblemKind, u16)> {
         ProblemKind::Unauthenticated | ProblemKind::Forbidden | ProblemKind::CallerBusy => settings.caller.0.is_some(),
         ProblemKind::InvalidHost => settings.separate_hosts,
         ProblemKind::Interrupted => settings.policy.on_crash == crate::policy::OnCrash::Fail,
+        ProblemKind::Unresolved => settings.reconcile.is_some(),
         ProblemKind::AttemptsExhausted => settings.policy.max_attempts.is_some(),
         _ => true,
     };

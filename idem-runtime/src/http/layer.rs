@@ -22,8 +22,9 @@ use super::json::JsonMembers;
 use super::problem::Problem;
 use super::profile::{Profile, Recording};
 use super::protect::{Classification, ErrorOrigin, PreparedRequest};
-use super::settings::{Caller, Settings};
+use super::settings::{Caller, ReconcileRule, Settings};
 use super::tasks::{Gate, HandlerTask, HandlerTasks, detach};
+use crate::engine::Reconciliation;
 use crate::key::is_scope;
 use crate::policy::{OnStoreError, Policy};
 use crate::store::{Store, StoreExt};
@@ -32,7 +33,6 @@ use crate::store::{Store, StoreExt};
 /// [`respond`](IdempotencyLayer::respond).
 ///
 /// Clones share their requests in flight, so one clone can [`drain`](IdempotencyLayer::drain) them all.
-#[derive(Clone)]
 ///
 /// ```
 /// # #[cfg(all(feature = "axum", feature = "memory"))] {
@@ -66,6 +66,7 @@ use crate::store::{Store, StoreExt};
 /// # });
 /// # }
 /// ```
+#[derive(Clone)]
 pub struct IdempotencyLayer(pub(super) Arc<Settings>);
 
 impl IdempotencyLayer {
@@ -106,6 +107,7 @@ impl IdempotencyLayer {
             stream_digested: false,
             recording: None,
             replay_headers: None,
+            reconcile: None,
             on_problem: None,
             problem_base: "urn:idem:http:".to_owned(),
             carry: None,
@@ -280,6 +282,49 @@ impl IdempotencyLayer {
         self.with(|it| it.replay_headers = Some(Arc::new(replays)))
     }
 
+    /// Sets the reconciler, which asks the outside world about a request that was cut off (default: none; the policy's
+    /// [`on_crash`](Policy::on_crash) decides). With a reconciler, a crash, a time limit, a cancelled handler and
+    /// [`Recording::Interrupt`] leave the effect of a request in doubt, and the next request with the key asks
+    /// `reconcile` before the handler may run; see [`Reconciliation`].
+    ///
+    /// `reconcile` gets the head of that request, without the body. The extensions of the head hold the
+    /// [`IdempotencyKey`](super::IdempotencyKey). [`current`](crate::current) returns the attempt, so `reconcile` can
+    /// make the same child keys as the handler. After [`Done`](Reconciliation::Done) the response is recorded, and all
+    /// requests get it. After [`Unknown`](Reconciliation::Unknown) or an error the client gets 409 `unresolved` with
+    /// `Retry-After`. The error itself is dropped, so write it to your own log.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// use http::Response;
+    /// use idem_runtime::http::{Caller, IdempotencyLayer};
+    /// use idem_runtime::{Error, MemoryStore, Policy, Reconciliation, current};
+    /// # async fn find_payment(_: String) -> Option<String> { None }
+    ///
+    /// # let policy = Policy::new(Duration::from_secs(3600));
+    /// let layer = IdempotencyLayer::new(&MemoryStore::new(), policy, Caller::single()).reconcile(|_head| async {
+    ///     let reference = current()?.child_key("payment");
+    ///     Ok::<_, Error>(match find_payment(reference).await {
+    ///         Some(receipt) => Reconciliation::Done(Response::new(receipt.into())),
+    ///         None => Reconciliation::Unknown { ask_again: Duration::from_secs(30) },
+    ///     })
+    /// });
+    /// ```
+    #[must_use]
+    pub fn reconcile<F, A, E>(self, reconcile: F) -> Self
+    where
+        F: Fn(Parts) -> A + Send + Sync + 'static,
+        A: Future<Output = Result<Reconciliation<Response<Bytes>>, E>> + Send + 'static,
+    {
+        let reconcile: ReconcileRule = Arc::new(move |head| {
+            let asking = reconcile(head);
+            Box::pin(async { asking.await.ok() })
+        });
+        self.with(|it| {
+            it.policy = it.policy.reconciling();
+            it.reconcile = Some(reconcile);
+        })
+    }
+
     /// Sets the address of your pages about the problems, such as `https://api.example.com/problems/`. The `type` of a
     /// problem is this address followed by its [name](super::ProblemKind::name), and the header `Link` of the response
     /// points to this `type` (default: `urn:idem:http:`, and no `Link`).
@@ -391,8 +436,10 @@ impl IdempotencyLayer {
             Ok(print) => print,
             Err(problem) => return Ok(settings.refuse(asked.refusal(problem))),
         };
-        let request = Request::from_parts(asked.mark(head), body);
-        let keyed = PreparedRequest { asked, print, claim: None, on_error: ErrorOrigin::Handler, place };
+        let head = asked.mark(head);
+        let question = settings.question(&head);
+        let request = Request::from_parts(head, body);
+        let keyed = PreparedRequest { asked, print, claim: None, question, on_error: ErrorOrigin::Handler, place };
         Settings::run(settings, keyed, Gate::open(), move || handler(request)).await
     }
 }
@@ -479,8 +526,11 @@ where
                         Err(problem) => return Ok(settings.refuse(asked.refusal(problem))),
                     };
                     let (gate, busy) = (Gate::closed(), asked.busy());
-                    let request = Request::from_parts(asked.mark(head), body);
-                    let keyed = PreparedRequest { asked, print, claim, on_error: ErrorOrigin::Service, place };
+                    let head = asked.mark(head);
+                    let question = settings.question(&head);
+                    let request = Request::from_parts(head, body);
+                    let keyed =
+                        PreparedRequest { asked, print, claim, question, on_error: ErrorOrigin::Service, place };
                     let run = Settings::run(Arc::clone(&settings), keyed, gate.clone(), move || inner.call(request));
                     match detach(Box::pin(run), &gate, settings.carry.as_ref()).await {
                         Ok(answer) => answer,

@@ -38,6 +38,9 @@ pub enum ProblemKind {
     FingerprintMismatch,
     /// The first request with this key was cut off, and its effects are unknown.
     Interrupted,
+    /// The first request with this key was cut off, and the [reconciler](super::IdempotencyLayer::reconcile) does not
+    /// know yet whether its effects have happened.
+    Unresolved,
     /// The operation has reached its limit of attempts.
     AttemptsExhausted,
     /// The operation has finished, and its response can't be replayed.
@@ -58,7 +61,7 @@ pub enum ProblemKind {
 
 impl ProblemKind {
     /// All kinds of problems.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 21] = [
         Self::MissingKey,
         Self::InvalidKey,
         Self::InvalidBody,
@@ -71,6 +74,7 @@ impl ProblemKind {
         Self::InProgress,
         Self::FingerprintMismatch,
         Self::Interrupted,
+        Self::Unresolved,
         Self::AttemptsExhausted,
         Self::ResultUnavailable,
         Self::TimedOut,
@@ -96,7 +100,7 @@ impl ProblemKind {
             Self::Forbidden => StatusCode::FORBIDDEN,
             Self::BodyTimeout => StatusCode::REQUEST_TIMEOUT,
             Self::BodyTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::InProgress | Self::Interrupted | Self::AttemptsExhausted => StatusCode::CONFLICT,
+            Self::InProgress | Self::Interrupted | Self::Unresolved | Self::AttemptsExhausted => StatusCode::CONFLICT,
             Self::FingerprintMismatch => StatusCode::UNPROCESSABLE_ENTITY,
             Self::CallerBusy => StatusCode::TOO_MANY_REQUESTS,
             Self::ResultUnavailable => StatusCode::GONE,
@@ -113,6 +117,7 @@ impl ProblemKind {
             self,
             Self::BodyTimeout
                 | Self::InProgress
+                | Self::Unresolved
                 | Self::TimedOut
                 | Self::Busy
                 | Self::StoreUnavailable
@@ -144,7 +149,7 @@ impl ProblemKind {
             // RESOURCE_EXHAUSTED
             Self::BodyTooLarge | Self::CallerBusy => "8",
             // ABORTED
-            Self::InProgress => "10",
+            Self::InProgress | Self::Unresolved => "10",
             // FAILED_PRECONDITION
             Self::FingerprintMismatch | Self::Interrupted | Self::AttemptsExhausted | Self::ResultUnavailable => "9",
             // UNAVAILABLE
@@ -216,6 +221,12 @@ impl ProblemKind {
                 "An earlier request with this idempotency key was cut off",
                 "Nobody knows how far it came, and it is not started again. Ask the operator of this service; a retry \
                  gets the same answer until then.",
+            ),
+            Self::Unresolved => (
+                "unresolved",
+                "The outcome of an earlier request with this idempotency key is not known yet",
+                "The request was cut off. The service is finding out how far it came, and does nothing until it knows. \
+                 Send the request again after the time in `Retry-After`.",
             ),
             Self::AttemptsExhausted => (
                 "attempts-exhausted",
@@ -304,7 +315,8 @@ impl Problem {
             Error::InvalidFingerprint { .. } => ProblemKind::InvalidBody,
             Error::InProgress { .. } => ProblemKind::InProgress,
             Error::FingerprintMismatch { .. } => ProblemKind::FingerprintMismatch,
-            Error::Interrupted { .. } => ProblemKind::Interrupted,
+            Error::Interrupted { ask_again: Some(_), .. } => ProblemKind::Unresolved,
+            Error::Interrupted { ask_again: None, .. } => ProblemKind::Interrupted,
             Error::AttemptsExhausted { .. } => ProblemKind::AttemptsExhausted,
             Error::TimedOut { .. } => ProblemKind::TimedOut,
             Error::NoAttempt
@@ -315,7 +327,8 @@ impl Problem {
             | Error::HeldBack { .. } => ProblemKind::Misconfigured,
         };
         let retry_after = match &error {
-            Error::InProgress { retry_after, .. }
+            Error::Interrupted { ask_again: Some(retry_after), .. }
+            | Error::InProgress { retry_after, .. }
             | Error::LeaseLost { retry_after, .. }
             | Error::TimedOut { retry_after, .. }
             | Error::Unrecorded { retry_after, .. }

@@ -210,6 +210,7 @@ fn stripe_problem(problem: &Problem) -> Response<Bytes> {
         | ProblemKind::InProgress
         | ProblemKind::FingerprintMismatch
         | ProblemKind::Interrupted
+        | ProblemKind::Unresolved
         | ProblemKind::AttemptsExhausted
         | ProblemKind::ResultUnavailable => "idempotency_error",
         _ if problem.status().is_server_error() => "api_error",

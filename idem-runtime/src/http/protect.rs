@@ -32,7 +32,7 @@ use super::record::{NotRecorded, OwnFields, RECORDED, REPLAYABLE, RecordResponse
 use super::settings::{IdempotencyKey, Settings};
 use super::tasks::{Gate, NoPlace, Place};
 use crate::combine::{race, soon};
-use crate::engine::{Operation, Outcome, observe};
+use crate::engine::{Operation, Outcome, Reconciliation, current, observe, reconciliation};
 use crate::error::Error;
 use crate::key::{Fingerprint, FingerprintError, Key};
 use crate::metrics::StoreOp;
@@ -74,6 +74,8 @@ pub(super) struct PreparedRequest {
     pub(super) asked: KeyedRequest,
     pub(super) print: Print,
     pub(super) claim: Option<Arc<DigestClaim>>,
+    /// Head of the request, for the reconciler; `None` if the layer has no reconciler. Boxed: most layers have none.
+    pub(super) question: Option<Box<Parts>>,
     /// Origin of an error that is returned in place of a response.
     pub(super) on_error: ErrorOrigin,
     /// Guard that counts the request as in flight; `None` if the limit was reached in shadow mode, because shadow mode
@@ -372,7 +374,7 @@ impl Settings {
     {
         let mut handler = Some(handler);
         async move {
-            let (this, PreparedRequest { asked, print, claim, on_error, place: _place }, handler) =
+            let (this, PreparedRequest { asked, print, claim, question, on_error, place: _place }, handler) =
                 (&*settings, &request, &mut handler);
             let enforced = this.policy.current_mode() == Mode::Enforce;
             // The body of the call stores the response here and returns only the recordable result to the engine. A
@@ -380,6 +382,13 @@ impl Settings {
             let answered = Mutex::new(None);
             let body = async {
                 gate.pass().await;
+                if let (Some(head), true) = (question, reconciliation::is_asked())
+                    // Boxed: few requests ask, but every request would carry the size of this future.
+                    && let Some((result, response)) = Box::pin(this.ask(asked, head)).await
+                {
+                    *lock(&answered) = response.map(Ok);
+                    return result;
+                }
                 let answer = {
                     let mut running = pin!(handler.take().expect("a body runs once")());
                     this.timing(running.as_mut()).await
@@ -473,6 +482,52 @@ impl Settings {
         Ok(response)
     }
 
+    /// Returns the head of a request for the reconciler of the layer.
+    pub(super) fn question(&self, head: &Parts) -> Option<Box<Parts>> {
+        self.reconcile.is_some().then(|| Box::new(head.clone()))
+    }
+
+    /// Asks the reconciler of the layer about the request with this `head`. Returns the result of the call, with the
+    /// response if there is one; `None` if the handler must run.
+    async fn ask<R: Body<Data = Bytes>>(
+        &self,
+        asked: &KeyedRequest,
+        head: &Parts,
+    ) -> Option<(Result<Recordable, NotRecorded>, Option<Response<ResponseBody<R>>>)> {
+        let answer = match &self.reconcile {
+            Some(reconcile) => reconcile(head.clone()).await,
+            None => None,
+        };
+        let mut response = None;
+        let answer = match answer {
+            Some(Reconciliation::Done(found)) => {
+                let (head, body) = found.into_parts();
+                let result = self.encoded(asked, &head, &body, None);
+                response = Some(Response::from_parts(head, ResponseBody::read(body, None)));
+                Ok(Reconciliation::Done(Recordable::Ran(result)))
+            }
+            Some(Reconciliation::NotDone) => Ok(Reconciliation::NotDone),
+            Some(Reconciliation::Unknown { ask_again }) => Ok(Reconciliation::Unknown { ask_again }),
+            None => current().map(|attempt| Reconciliation::Unknown { ask_again: attempt.pause() }).map_err(Into::into),
+        };
+        reconciliation::settle(answer).map(|result| (result, response))
+    }
+
+    /// Encodes a response for its record.
+    fn encoded(
+        &self,
+        asked: &KeyedRequest,
+        head: &http::response::Parts,
+        body: &[u8],
+        trailers: Option<&HeaderMap>,
+    ) -> StoredResult {
+        let keeps = |name: &HeaderName| {
+            let is_own = *name == self.marker || (asked.echo.is_some() && *name == self.header);
+            !is_own && self.replay_headers.as_ref().is_none_or(|replays| replays(name))
+        };
+        encode(head, body, trailers, &asked.method, keeps).map_or(StoredResult::Unencodable, stored)
+    }
+
     /// Removes the released record of `key` with its fingerprint, unless another attempt has begun. If the store fails,
     /// the record stays, and a request with another payload is refused.
     async fn forget(&self, key: &Key) {
@@ -547,7 +602,7 @@ impl Settings {
             Recording::Record => {}
         }
         // The second decision also depends on the trailers, so the whole body is read first.
-        match collect(body, self.policy.max_result_bytes).await {
+        match collect(body, self.policy.result_limit()).await {
             RecordableBody::Whole(body, trailers) => {
                 if let Some(defect) = defect() {
                     return refused(defect);
@@ -559,14 +614,7 @@ impl Settings {
                     Recording::Interrupt => interrupted(),
                     Recording::Forget => Err(NotRecorded::Forgotten),
                     Recording::Mark => marked(),
-                    Recording::Record => {
-                        let keeps = |name: &HeaderName| {
-                            let is_own = *name == self.marker || (asked.echo.is_some() && *name == self.header);
-                            !is_own && self.replay_headers.as_ref().is_none_or(|replays| replays(name))
-                        };
-                        let encoded = encode(&head, &body, trailers.as_ref(), &asked.method, keeps);
-                        Ok(Recordable::Ran(encoded.map_or(StoredResult::Unencodable, stored)))
-                    }
+                    Recording::Record => Ok(Recordable::Ran(self.encoded(asked, &head, &body, trailers.as_ref()))),
                 };
                 (result, Response::from_parts(head, ResponseBody::read(body, trailers)))
             }

@@ -1,6 +1,8 @@
 //! Settings of a layer for servers, the caller of a request, and the key of a request.
 
 use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,6 +15,7 @@ use super::json::JsonMembers;
 use super::problem::Problem;
 use super::profile::{Equality, Profile, Recording};
 use super::tasks::{Carry, HandlerTasks};
+use crate::engine::Reconciliation;
 use crate::policy::{MissingKey, Policy};
 use crate::store::Store;
 
@@ -76,6 +79,12 @@ pub(super) type ResponseRule = Arc<dyn Fn(&http::response::Parts, &HeaderMap) ->
 
 pub(super) type HeaderRule = Arc<dyn Fn(&HeaderName) -> bool + Send + Sync>;
 
+/// Answer of the reconciler of a layer; `None` if the reconciler has failed.
+pub(super) type ReconcilerAnswer = Option<Reconciliation<Response<Bytes>>>;
+
+pub(super) type ReconcileRule =
+    Arc<dyn Fn(Parts) -> Pin<Box<dyn Future<Output = ReconcilerAnswer> + Send>> + Send + Sync>;
+
 pub(super) type ProblemHook = Arc<dyn Fn(&Problem, &mut Response<Bytes>) + Send + Sync>;
 
 /// All settings of a layer.
@@ -101,6 +110,7 @@ pub(super) struct Settings {
     pub(super) stream_digested: bool,
     pub(super) recording: Option<ResponseRule>,
     pub(super) replay_headers: Option<HeaderRule>,
+    pub(super) reconcile: Option<ReconcileRule>,
     pub(super) on_problem: Option<ProblemHook>,
     pub(super) problem_base: String,
     pub(super) carry: Option<Carry>,
