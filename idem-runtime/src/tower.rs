@@ -5,20 +5,16 @@
 
 use std::fmt;
 use std::future::{Future, poll_fn};
-use std::marker::PhantomData;
 use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use pin_project_lite::pin_project;
-use serde::Serialize;
-use serde::de::DeserializeOwned;
 use tower_layer::Layer;
 use tower_service::Service;
 
-use crate::codec::{Codec, Json};
-use crate::engine::{Operation, RecordValues, has_begun_to_wait};
+use crate::engine::{Operation, Reconciler, Reconciliation, Recorder, has_begun_to_wait};
 use crate::error::Error;
 use crate::key::{Key, KeyError};
 use crate::policy::Policy;
@@ -81,9 +77,9 @@ use crate::sync::{Mutex, lock};
 /// }
 /// # });
 /// ```
-pub struct OperationLayer<O, C = Json> {
+#[derive(Clone)]
+pub struct OperationLayer<O> {
     operation: O,
-    codec: PhantomData<fn() -> C>,
 }
 
 impl OperationLayer<()> {
@@ -109,11 +105,11 @@ impl<O> OperationLayer<O> {
     /// ```
     /// # use std::time::Duration;
     /// # use idem_runtime::tower::OperationLayer;
-    /// # async fn find_parcel(_: String) -> Result<Reconciliation<String>, Error> { Ok(Reconciliation::NotDone) }
     /// # use idem_runtime::{Error, Key, MemoryStore, Operation, Policy, Reconciliation, current};
     /// # const SHIPPING: Policy = Policy::new(Duration::from_secs(7 * 86_400));
     /// # #[derive(serde::Serialize)]
     /// # struct Order { id: u64 }
+    /// # async fn find_parcel(_: String) -> Result<Reconciliation<String>, Error> { Ok(Reconciliation::NotDone) }
     /// # let store = MemoryStore::new();
     /// let layer = OperationLayer::of(move |order: &Order| {
     ///     Operation::new(&store, Key::new("shop::ship", order.id), SHIPPING)
@@ -125,66 +121,110 @@ impl<O> OperationLayer<O> {
     /// ```
     pub fn of<Req>(operation: O) -> Self
     where
-        O: Fn(&Req) -> Operation,
+        O: OperationSource<Req>,
     {
-        Self { operation, codec: PhantomData }
+        Self { operation }
     }
 }
 
-impl<O, C> OperationLayer<O, C> {
-    /// Sets the codec that records responses (default: [`Json`]).
-    #[must_use]
-    pub fn codec<D: Codec>(self) -> OperationLayer<O, D> {
-        OperationLayer { operation: self.operation, codec: PhantomData }
+/// Source of the operation of a request, for an [`OperationLayer`]: usually a closure.
+pub trait OperationSource<Req>: Clone {
+    /// Operation with its recorder and its reconciler.
+    type Operation;
+
+    /// Returns the operation of `request`.
+    fn operation(&self, request: &Req) -> Self::Operation;
+}
+
+impl<Req, O, P> OperationSource<Req> for O
+where
+    O: Fn(&Req) -> P + Clone,
+{
+    type Operation = P;
+
+    fn operation(&self, request: &Req) -> P {
+        self(request)
     }
 }
 
-impl<O: Clone, C> Clone for OperationLayer<O, C> {
-    fn clone(&self) -> Self {
-        Self { operation: self.operation.clone(), codec: PhantomData }
+/// [`Operation`] with any recorder, with a reconciler or without one. Other types can't implement this trait.
+pub trait RunOperation<T, E>: Sealed {
+    /// Runs `body` as [`Operation::run`].
+    #[doc(hidden)]
+    fn run_once<B>(self, body: B) -> impl Future<Output = Result<T, E>> + Send
+    where
+        B: Future<Output = Result<T, E>> + Send;
+}
+
+/// Supertrait that only types of this library have.
+pub trait Sealed {}
+
+impl<R, P> Sealed for Operation<R, P> {}
+
+impl<T, E, R> RunOperation<T, E> for Operation<R>
+where
+    R: Recorder<T, E> + Send,
+    T: Send,
+    E: From<Error> + Send,
+{
+    fn run_once<B>(self, body: B) -> impl Future<Output = Result<T, E>> + Send
+    where
+        B: Future<Output = Result<T, E>> + Send,
+    {
+        self.run(body)
     }
 }
 
-impl<O, C> fmt::Debug for OperationLayer<O, C> {
+impl<T, E, R, F> RunOperation<T, E> for Operation<R, Reconciler<F>>
+where
+    R: Recorder<T, E> + Send,
+    T: Send,
+    E: From<Error> + Send,
+    F: Future<Output = Result<Reconciliation<T>, E>> + Send,
+{
+    fn run_once<B>(self, body: B) -> impl Future<Output = Result<T, E>> + Send
+    where
+        B: Future<Output = Result<T, E>> + Send,
+    {
+        self.run(body)
+    }
+}
+
+impl<O> fmt::Debug for OperationLayer<O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("OperationLayer")
     }
 }
 
-impl<S, O: Clone, C> Layer<S> for OperationLayer<O, C> {
-    type Service = OperationService<S, O, C>;
+impl<S, O: Clone> Layer<S> for OperationLayer<O> {
+    type Service = OperationService<S, O>;
 
     fn layer(&self, inner: S) -> Self::Service {
-        OperationService { inner, layer: self.clone() }
+        OperationService { inner, operation: self.operation.clone() }
     }
 }
 
 /// A service behind an [`OperationLayer`].
-pub struct OperationService<S, O, C = Json> {
+#[derive(Clone)]
+pub struct OperationService<S, O> {
     inner: S,
-    layer: OperationLayer<O, C>,
+    operation: O,
 }
 
-impl<S: Clone, O: Clone, C> Clone for OperationService<S, O, C> {
-    fn clone(&self) -> Self {
-        Self { inner: self.inner.clone(), layer: self.layer.clone() }
-    }
-}
-
-impl<S: fmt::Debug, O, C> fmt::Debug for OperationService<S, O, C> {
+impl<S: fmt::Debug, O> fmt::Debug for OperationService<S, O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("OperationService").field("inner", &self.inner).finish_non_exhaustive()
     }
 }
 
-impl<S, O, C, Req> Service<Req> for OperationService<S, O, C>
+impl<S, O, Req> Service<Req> for OperationService<S, O>
 where
     S: Service<Req> + Clone + Send + 'static,
-    S::Response: Serialize + DeserializeOwned + Send + 'static,
+    S::Response: Send + 'static,
     S::Error: From<Error> + Send + 'static,
     S::Future: Send,
-    O: Fn(&Req) -> Operation,
-    C: Codec,
+    O: OperationSource<Req>,
+    O::Operation: RunOperation<S::Response, S::Error> + 'static,
     Req: Send + 'static,
 {
     type Response = S::Response;
@@ -196,7 +236,7 @@ where
     }
 
     fn call(&mut self, request: Req) -> Self::Future {
-        let operation = (self.layer.operation)(&request);
+        let operation = self.operation.operation(&request);
         // The instance that `poll_ready` has polled is ready; a clone may not be ready.
         let clone = self.inner.clone();
         let ready = mem::replace(&mut self.inner, clone);
@@ -209,7 +249,7 @@ where
             }
             service.call(request).await
         };
-        let call = operation.recorded_by(RecordValues::<C>::new()).run(body);
+        let call = operation.run_once(body);
         OperationFuture(Box::pin(ServiceCall { call, waiting }))
     }
 }
