@@ -17,11 +17,10 @@ use crate::clock::{Clock, Instant, SystemClock};
 use crate::codec::CodecName;
 use crate::combine::race;
 use crate::key::{Fingerprint, Key};
-use crate::policy::OnCrash;
 use crate::record::standing::Standing;
 use crate::record::{
-    Action, Decision, DecisionAnswer, Finish, Inspection, Lease, Provenance, Release, Reservation, ReserveRequest,
-    Revision, StoredResult, Verdict,
+    Action, Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Revision,
+    StoredResult, Verdict,
 };
 use crate::store::{Store, StoreError, StoreFuture, renew_all};
 
@@ -185,16 +184,7 @@ impl Case {
 
     /// Makes a request for `key` whose lease and retention do not end during the test.
     pub(super) fn request(&self, key: &Key) -> ReserveRequest {
-        ReserveRequest {
-            key: key.clone(),
-            owner: self.subject.store.context().new_owner(),
-            lease: LONG,
-            ttl: LONG,
-            fingerprint: None,
-            on_crash: OnCrash::Retry,
-            max_attempts: None,
-            provenance: Provenance::default(),
-        }
+        ReserveRequest::new(key.clone(), self.subject.store.context().new_owner(), LONG, LONG)
     }
 
     /// Makes a request whose lease is so short that it has lapsed when the next [`Case::lapse`] returns.
@@ -243,7 +233,7 @@ impl Case {
     /// gets no lease.
     pub(super) async fn wins(&self, request: &ReserveRequest, why: &str) -> (Lease, bool) {
         match self.reserve(request).await {
-            Reservation::Granted { lease, takeover } => {
+            Reservation::Granted { lease, takeover, in_doubt: false } => {
                 let asked = (&request.key, request.owner, request.lease, request.ttl, request.on_crash);
                 let got = (&lease.key, lease.owner, lease.duration, lease.ttl, lease.on_crash);
                 assert_eq!(got, asked, "{why}: the lease differs from the request");
@@ -277,7 +267,19 @@ impl Case {
         lease
     }
 
-    /// Checks that the answer to `request` is the running attempt with the number `attempt`.
+    /// Returns the lease that `request` gets, under which a reconciler must settle a doubt. Panics unless the number of
+    /// the lease's attempt is `attempt`.
+    pub(super) async fn reconciles(&self, request: &ReserveRequest, attempt: u32, why: &str) -> Lease {
+        match self.reserve(request).await {
+            Reservation::Granted { lease, in_doubt: true, .. } => {
+                assert_eq!((lease.owner, lease.attempt), (request.owner, attempt), "{why}: the lease");
+                lease
+            }
+            other => panic!("{why}: should be granted in doubt, was answered {other:?}"),
+        }
+    }
+
+    /// Checks that the answer to `request` names the running attempt `attempt`.
     pub(super) async fn waits_for(&self, request: &ReserveRequest, attempt: u32, why: &str) {
         match self.reserve(request).await {
             Reservation::InProgress { attempt: running, lapses_in } => {

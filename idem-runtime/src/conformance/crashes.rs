@@ -1,5 +1,7 @@
 //! Clauses of the store contract about crashes under `on_crash = fail`: the body runs at most once.
 
+use std::num::NonZeroU16;
+
 use super::case::{Case, PAUSE, TOLERANCE, completed, forged, limited};
 use crate::policy::OnCrash;
 use crate::record::{Lease, Record, Release, Reservation, ReserveRequest, State, Verdict};
@@ -178,4 +180,93 @@ pub(super) async fn begin_after_the_end(case: &Case) {
     let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
     assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
     case.changes_nothing(&key, case.begin(&lease), "a mark that arrives after the result").await;
+}
+
+fn reconciling(request: ReserveRequest, max: u16) -> ReserveRequest {
+    fail(request).max_reconciliations(NonZeroU16::new(max))
+}
+
+pub(super) async fn reconciler_gets_an_interrupted_key(case: &Case) {
+    let key = case.key("");
+    let lease = case.reserved(&limited(fail(case.request(&key)), 1), 1, "a key that was never used").await;
+    assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
+    let interrupted = |attempt| Reservation::Interrupted { attempt };
+    case.is_answered(&fail(case.request(&key)), interrupted(1), "interrupted, no reconciler").await;
+    // The limit of attempts applies to bodies, not to reconcilers.
+    let request = limited(reconciling(case.request(&key), 9), 1);
+    let lease = case.reconciles(&request, 2, "interrupted, with a reconciler").await;
+    assert_eq!(lease.attempts_used, 2, "the attempt counts while its body may run");
+    let found = case.recorded(&key).await.record;
+    assert!(matches!(found.state, State::Pending { on_crash: OnCrash::Fail, begun: true, .. }), "{found:?}");
+    for other in [case.request(&key), reconciling(case.request(&key), 9)] {
+        case.waits_for(&other, 2, "while the reconciler runs").await;
+    }
+    assert_eq!(case.begin(&lease).await, Verdict::Applied, "the mark is there already");
+    assert_eq!(case.release(&lease, Release::Unresolved).await, Verdict::Applied);
+    assert_eq!(case.release(&lease, Release::Unresolved).await, Verdict::Applied, "repeated");
+    let found = case.recorded(&key).await.record;
+    assert_eq!((found.state, found.attempt, found.attempts_used), (State::Interrupted, 2, 1), "without an answer");
+    case.is_answered(&case.request(&key), interrupted(2), "interrupted again, no reconciler").await;
+    let lease = case.reconciles(&reconciling(case.request(&key), 9), 3, "interrupted again").await;
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied, "the reconciler has found the result");
+    let (answer, record) =
+        (case.reserve(&reconciling(case.request(&key), 9)).await, Record::after(&lease, completed("1").state()));
+    let Reservation::Finished { record: found, .. } = answer else { panic!("finished, was answered {answer:?}") };
+    assert_eq!((found.state, found.attempt), (record.state, 3));
+}
+
+pub(super) async fn reconciler_gets_a_lapsed_body(case: &Case) {
+    for begun in [false, true] {
+        let key = case.key(if begun { "begun" } else { "not begun" });
+        let lease = case.reserved(&reconciling(case.short(&key), 9), 1, "a key that was never used").await;
+        if begun {
+            case.begins(&lease).await;
+        }
+        case.lapse().await;
+        match begun {
+            true => _ = case.reconciles(&reconciling(case.request(&key), 9), 2, "the body has begun").await,
+            false => _ = case.takes_over(&reconciling(case.request(&key), 9), 2, "the body has not begun").await,
+        }
+    }
+    // The record of an attempt under `retry` does not show whether the body has begun.
+    let key = case.key("under retry");
+    case.reserved(&case.short(&key), 1, "a key that was never used").await;
+    case.lapse().await;
+    case.reconciles(&reconciling(case.request(&key), 9), 2, "lapsed under `retry`").await;
+}
+
+pub(super) async fn reconciler_that_crashed(case: &Case) {
+    let key = case.key("");
+    let lease = case.reserved(&fail(case.request(&key)), 1, "a key that was never used").await;
+    assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
+    case.reconciles(&reconciling(case.short(&key), 9), 2, "interrupted").await;
+    case.lapse().await;
+    for other in [case.request(&key), fail(case.request(&key))] {
+        case.is_answered(&other, Reservation::Interrupted { attempt: 2 }, "the reconciler crashed").await;
+    }
+    case.reconciles(&reconciling(case.request(&key), 9), 3, "the reconciler crashed").await;
+}
+
+pub(super) async fn reconciler_repeats_its_request(case: &Case) {
+    let key = case.key("");
+    let lease = case.reserved(&fail(case.request(&key)), 1, "a key that was never used").await;
+    assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
+    let request = reconciling(case.request(&key), 9);
+    let lease = case.reconciles(&request, 2, "interrupted").await;
+    assert_eq!(case.reconciles(&request, 2, "repeated").await, lease);
+    assert_eq!(case.release(&lease, Release::Unresolved).await, Verdict::Applied);
+    case.is_answered(&request, Reservation::Released { attempt: 2 }, "late, after its attempt has ended").await;
+}
+
+pub(super) async fn reconciliations_are_limited(case: &Case) {
+    let key = case.key("");
+    let lease = case.reserved(&fail(case.request(&key)), 1, "a key that was never used").await;
+    assert_eq!(case.release(&lease, Release::Interrupted).await, Verdict::Applied);
+    for attempt in 2..=3 {
+        let lease = case.reconciles(&reconciling(case.request(&key), 2), attempt, "below the limit").await;
+        assert_eq!(case.release(&lease, Release::Unresolved).await, Verdict::Applied);
+    }
+    let interrupted = Reservation::Interrupted { attempt: 3 };
+    case.is_answered(&reconciling(case.request(&key), 2), interrupted, "as often as the request allows").await;
+    case.reconciles(&reconciling(case.request(&key), 3), 4, "below a higher limit").await;
 }

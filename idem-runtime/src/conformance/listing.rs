@@ -1,6 +1,7 @@
 //! Clauses of the store contract about lists of records.
 
 use std::collections::{HashMap, HashSet};
+use std::num::NonZeroU32;
 
 use super::case::{Case, LONG, PAUSE, TOLERANCE, completed, marked, stored};
 use crate::key::Key;
@@ -131,6 +132,22 @@ pub(super) async fn list_filters(case: &Case) {
     let uncertain = Filter::new().scope(&*scope).uncertain();
     let both = [Standing::Lapsed, Standing::Interrupted].map(|standing| expected[&standing].clone());
     assert_eq!(case.shown(&uncertain, "uncertain records").await, Some(HashSet::from(both)));
+    // Checks lists by a part of the key, and by attempts. Only the released attempt counts: the body of the lapsed
+    // attempt may never have begun.
+    let released = expected[&Standing::Released].clone();
+    for (filter, shown, why) in [
+        (Filter::new().contains("/release"), Some(&released), "records whose key contains a text"),
+        (Filter::new().contains("/RELEASE"), None, "records whose key contains a text in capital letters"),
+        (Filter::new().attempts_exhausted(NonZeroU32::MIN), Some(&released), "records without an attempt left"),
+        (Filter::new().attempts_exhausted(NonZeroU32::MAX), None, "records that have used all attempts there are"),
+    ] {
+        let shown: HashSet<Key> = shown.cloned().into_iter().collect();
+        assert_eq!(case.shown(&filter.scope(&*scope), why).await, Some(shown), "{why}");
+    }
+    // Checks the list of records that wait for a decision: the lapsed record, under `on_crash = retry`, waits for none.
+    let undecided = Filter::new().scope(&*scope).undecided();
+    let interrupted = HashSet::from([expected[&Standing::Interrupted].clone()]);
+    assert_eq!(case.shown(&undecided, "undecided records").await, Some(interrupted), "undecided records");
     let all: HashSet<Key> = expected.into_values().chain([young.clone()]).collect();
     // Checks lists by scope and age.
     let shown = case.shown(&Filter::new().scope(&*scope), "all records of a scope").await;

@@ -123,6 +123,11 @@ macro_rules! __conformance_clauses {
         not_started_does_not_count: "`release(NotStarted)` lowers the count of attempts by one, and the next attempt still has the next number.",
         exhaustion_is_not_final: "A request with a higher `max_attempts` runs after a request that was refused; a result is replayed regardless of the limit.",
         // Clauses about crashes.
+        reconciler_gets_an_interrupted_key: "A caller with a reconciler reserves an interrupted key, in doubt; every other caller is refused before, meanwhile and after a release without an answer.",
+        reconciler_gets_a_lapsed_body: "A caller with a reconciler takes over a lapsed attempt under `on_crash = fail` in doubt if its body has begun, and without a doubt if not.",
+        reconciler_that_crashed: "A lease in doubt that lapses is still in doubt.",
+        reconciler_repeats_its_request: "A repeated reservation of an owner is still in doubt, and is answered `Released` after the attempt has ended.",
+        reconciliations_are_limited: "After as many reservations in doubt as the request allows, the key is interrupted for callers with a reconciler too, until a decision.",
         crashed_under_fail: "An attempt under `on_crash = fail` that lapses after its body has begun is interrupted for every request: no further body starts.",
         unmarked_lapse_under_fail: "An attempt under `on_crash = fail` that lapses before its body has begun is taken over, and not counted.",
         unmarked_lapse_does_not_count: "An attempt that lapses before its body has begun does not count against `max_attempts`.",
@@ -263,7 +268,8 @@ macro_rules! list {
 use crashes::{
     begin_after_a_lapse, begin_after_the_end, begin_is_recorded, begin_is_the_owners, begin_repeated,
     crash_found_under_fail, crashed_under_fail, late_finish_under_fail, live_lease_under_fail, marked_interrupted,
-    unmarked_lapse_does_not_count, unmarked_lapse_under_fail,
+    reconciler_gets_a_lapsed_body, reconciler_gets_an_interrupted_key, reconciler_repeats_its_request,
+    reconciler_that_crashed, reconciliations_are_limited, unmarked_lapse_does_not_count, unmarked_lapse_under_fail,
 };
 use decisions::{
     break_lease_frees, break_lease_under_fail, decisions_about_one_record, decisions_keep_retention,

@@ -48,7 +48,7 @@ fn one_winner(answers: &[(ReserveRequest, Reservation)], attempt: u32, takeover:
     let winners: Vec<_> = answers
         .iter()
         .filter_map(|(request, answer)| match answer {
-            Reservation::Granted { lease, takeover } => Some((request, lease, *takeover)),
+            Reservation::Granted { lease, takeover, .. } => Some((request, lease, *takeover)),
             _ => None,
         })
         .collect();

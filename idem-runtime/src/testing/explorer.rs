@@ -308,6 +308,13 @@ impl Explorer {
         if self.twice {
             scenarios.extend(Scenario::twice(awaits));
         }
+        // A delivery that asks its reconciler is cut at each of its awaits. Only a run of its scenario shows them.
+        let leaves_doubt = |scenario: &Scenario| plain.reconciles && scenario.leaves_doubt();
+        let doubting: Vec<Scenario> = scenarios.iter().copied().filter(leaves_doubt).collect();
+        for scenario in doubting {
+            let run = self.run(scenario, plain.lease, &deliver);
+            scenarios.extend(scenario.cut_again(run.awaits_in_doubt));
+        }
         // With `only`, the report contains the run of this scenario alone.
         if let Some(only) = &self.only {
             if *only == Scenario::PLAIN.to_string() {
@@ -358,7 +365,7 @@ impl Explorer {
         }
         let mut known = scene.known.take();
         known.problems.append(&mut lock(&scene.world.state).problems);
-        let effects = scene.world.effects();
+        let (effects, too_early) = (scene.world.effects(), scene.world.too_early());
         let mut state = lock(&scene.world.state);
         Run {
             scenario: scenario.to_string(),
@@ -366,6 +373,9 @@ impl Explorer {
             store_calls: std::mem::take(&mut state.store_calls),
             effect_calls: std::mem::take(&mut state.effect_calls),
             effects,
+            too_early,
+            reconciles: state.reconciles,
+            awaits_in_doubt: known.awaits_in_doubt,
             values: known.values,
             set_aside: known.set_aside,
             problems: known.problems,
@@ -395,6 +405,7 @@ struct ScenarioFacts {
     duplicated: bool,
     cut_again: bool,
     awaits: Vec<String>,
+    awaits_in_doubt: usize,
     values: Vec<String>,
     set_aside: bool,
     problems: Vec<Problem>,
@@ -450,6 +461,7 @@ impl Scene {
             self.duplicate();
             self.all_ended().await;
         }
+        self.world.arrive_at_last();
         self.world.clock().sleep(SETTLE).await;
     }
 
@@ -549,6 +561,7 @@ impl Scene {
             Err(panic) => return self.panicked(number, &*panic),
         };
         let mut awaits = 0;
+        let reconciliations = self.world.reconciliations();
         loop {
             let mut dead = pin!(worker.dead());
             // Polls the delivery until it ends, its worker dies, or the delivery reaches the point of its cut.
@@ -566,6 +579,10 @@ impl Scene {
                     Ok(Poll::Ready(answer)) => return Poll::Ready(Step::Ended(DeliveryEnd::Answered(answer))),
                     Err(panic) => return Poll::Ready(Step::Ended(self.panicked(number, &*panic))),
                     Ok(Poll::Pending) => awaits += 1,
+                }
+                if self.world.reconciliations() > reconciliations {
+                    let mut known = self.known.borrow_mut();
+                    known.awaits_in_doubt = known.awaits_in_doubt.max(awaits);
                 }
                 // The worker may have died during this poll.
                 if worker.is_dead() {
@@ -638,7 +655,7 @@ impl Scene {
                 }
                 None
             }
-            Cut::Nothing | Cut::RequestLost | Cut::AnswerLost | Cut::Down => None,
+            Cut::Nothing | Cut::RequestLost | Cut::AnswerLost | Cut::Down | Cut::Late | Cut::CrashLate => None,
         }
     }
 

@@ -49,6 +49,16 @@ pub enum Problem {
         /// Number of times that the effect happened in the plain run.
         expected: usize,
     },
+    /// An effect happened again, because a reconciler answered
+    /// [`NotDone`](crate::Reconciliation::NotDone) while a request for the effect was on its way.
+    NotDoneTooEarly {
+        /// Name of the effect.
+        effect: String,
+        /// Number of times that the effect happened.
+        times: usize,
+        /// Number of times that the effect happened in the plain run.
+        expected: usize,
+    },
     /// An effect happened less often than in the plain run, or not at all.
     Missing {
         /// Name of the effect.
@@ -88,6 +98,7 @@ impl Problem {
     pub(super) fn is_like(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Repeated { effect, .. }, Self::Repeated { effect: other, .. })
+            | (Self::NotDoneTooEarly { effect, .. }, Self::NotDoneTooEarly { effect: other, .. })
             | (Self::Missing { effect, .. }, Self::Missing { effect: other, .. }) => effect == other,
             _ => self == other,
         }
@@ -100,6 +111,13 @@ impl fmt::Display for Problem {
             Self::Repeated { effect, times, expected } => {
                 write!(f, "EFFECT REPEATED: `{effect}` happened {}, not {}", often(*times), often(*expected))
             }
+            Self::NotDoneTooEarly { effect, times, expected } => write!(
+                f,
+                "EFFECT REPEATED: `{effect}` happened {}, not {}: the reconciler answered NotDone while a request was on \
+                 its way",
+                often(*times),
+                often(*expected)
+            ),
             Self::Missing { effect, times, expected } => {
                 write!(f, "EFFECT MISSING: `{effect}` happened {}, not {}", often(*times), often(*expected))
             }

@@ -109,7 +109,11 @@ impl Report {
         for (effect, &times) in &run.effects {
             let expected = self.expected.get(effect).copied().unwrap_or_default();
             if times > expected {
-                problems.push(Problem::Repeated { effect: effect.clone(), times, expected });
+                let effect = effect.clone();
+                problems.push(match run.too_early.contains(&effect) {
+                    true => Problem::NotDoneTooEarly { effect, times, expected },
+                    false => Problem::Repeated { effect, times, expected },
+                });
             }
         }
         for (effect, &expected) in &self.expected {

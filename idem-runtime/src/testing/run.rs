@@ -11,6 +11,12 @@ pub(super) struct Run {
     pub(super) store_calls: Vec<String>,
     pub(super) effect_calls: Vec<String>,
     pub(super) effects: std::collections::BTreeMap<String, usize>,
+    /// Effects that a body repeated after its reconciler had answered `NotDone`, and whose first request arrived late.
+    pub(super) too_early: std::collections::BTreeSet<String>,
+    /// True if the handler has a reconciler.
+    pub(super) reconciles: bool,
+    /// Largest number of awaits of a delivery that asked its reconciler.
+    pub(super) awaits_in_doubt: usize,
     pub(super) values: Vec<String>,
     pub(super) set_aside: bool,
     pub(super) problems: Vec<Problem>,

@@ -25,12 +25,21 @@ pub(super) enum Cut {
     AnswerLost,
     /// The worker can't reach the store, from this call on and for longer than a lease.
     Down,
+    /// The caller of an effect gets an error while the request is on its way. The request arrives later.
+    Late,
+    /// The worker dies while the request of an effect is on its way. The request arrives later.
+    CrashLate,
 }
 
 impl Cut {
     /// Returns whether the worker stands still for some time.
     pub(super) fn stands_still(self) -> bool {
         matches!(self, Self::Stop | Self::Pause | Self::Overtake)
+    }
+
+    /// Returns whether the request of an effect arrives after its caller has given up or died.
+    pub(super) fn arrives_late(self) -> bool {
+        matches!(self, Self::Late | Self::CrashLate)
     }
 }
 
@@ -46,6 +55,8 @@ impl fmt::Display for Cut {
             Self::RequestLost => "request-lost",
             Self::AnswerLost => "answer-lost",
             Self::Down => "down",
+            Self::Late => "late",
+            Self::CrashLate => "crash-late",
         })
     }
 }
@@ -137,6 +148,12 @@ impl Scenario {
         self.cut.stands_still() && !self.order.is_multiple_of(2)
     }
 
+    /// Returns whether a late request arrives right after a question about its effect, and so before the effect can be
+    /// repeated.
+    pub(super) fn arrives_after_question(self) -> bool {
+        !self.order.is_multiple_of(2)
+    }
+
     /// Returns every scenario for a handler with this number of awaits, store calls and effects.
     pub(super) fn all(awaits: usize, store_calls: usize, effects: usize, orders: u32) -> Vec<Self> {
         let mut all = Vec::new();
@@ -144,8 +161,8 @@ impl Scenario {
             for &duplicate in duplicates {
                 let first = Self { cut, point, duplicate, ..Self::PLAIN };
                 let orders = match duplicate {
-                    // Without concurrent workers there is only one order of tasks.
-                    Never if !first.cut.stands_still() => 1,
+                    // Without concurrent workers and late requests there is only one order of steps.
+                    Never if !first.cut.stands_still() && !first.cut.arrives_late() => 1,
                     Late => 1,
                     _ => orders.max(1),
                 };
@@ -183,16 +200,29 @@ impl Scenario {
             add(Cut::Stop, point, &[Never]);
             add(Cut::Pause, point, &[Never]);
             add(Cut::Overtake, point, &[Never]);
+            add(Cut::Late, point, &[Never]);
+            add(Cut::CrashLate, point, &[Never]);
         }
         all
     }
 
+    /// Returns whether a later delivery may ask a reconciler about an effect that has happened, has not happened, or is
+    /// on its way. The explorer then also cuts that delivery.
+    pub(super) fn leaves_doubt(self) -> bool {
+        let is_effect = matches!(self.point, Point::Effect(_));
+        is_effect && !self.cut.stands_still() && self.duplicate == Never && self.then.is_none()
+    }
+
+    /// Returns the scenarios in which a later delivery is also cut, at each of its first `awaits` awaits.
+    pub(super) fn cut_again(self, awaits: usize) -> impl Iterator<Item = Self> {
+        let cuts = (1..=awaits).flat_map(|at| [Cut::Cancel, Cut::Crash].map(|cut| (cut, at)));
+        cuts.map(move |then| Self { then: Some(then), ..self })
+    }
+
     /// Returns every scenario in which two deliveries are cut, one after the other.
     pub(super) fn twice(awaits: usize) -> impl Iterator<Item = Self> {
-        let cuts = move || (1..=awaits).flat_map(|at| [Cut::Cancel, Cut::Crash].map(|cut| (cut, at)));
-        cuts().flat_map(move |(cut, at)| {
-            cuts().map(move |then| Self { cut, point: Point::Await(at), then: Some(then), ..Self::PLAIN })
-        })
+        let cuts = (1..=awaits).flat_map(|at| [Cut::Cancel, Cut::Crash].map(|cut| (cut, at)));
+        cuts.flat_map(move |(cut, at)| Self { cut, point: Point::Await(at), ..Self::PLAIN }.cut_again(awaits))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Surroundings of a handler in a scenario: a worker that can be killed, its store, and effects that are counted.
 
 use std::any::{Any, TypeId};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fmt;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
@@ -15,7 +15,7 @@ use super::problem::Problem;
 use super::scenario::{Cut, Point, Scenario};
 use super::time::SimulatedClock;
 use crate::clock::{Clock, Instant};
-use crate::engine::current;
+use crate::engine::{current, reconciliation};
 use crate::key::Key;
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict,
@@ -83,7 +83,7 @@ impl Worker {
     /// The returned future is pending before and after the effect happens, so the handler can be cut at both points.
     /// The output is true if the effect happened now, and false if its [`key`](Effect::key) was used before.
     pub fn effect(&self, name: impl Into<String>) -> Effect {
-        Effect { worker: self.clone(), name: name.into(), key: None, under_way: None }
+        Effect { worker: self.clone(), name: name.into(), key: None, expires_after: None, under_way: None }
     }
 
     /// Asks the simulated outside world whether the effect with this name has happened. A request for the effect may be
@@ -97,6 +97,11 @@ impl Worker {
         let cut = world.count(self, Point::Effect, |state| &mut state.effect_calls, &question);
         self.travel(|| format!("before the question {question}")).await;
         let happened = lock(&world.state).effects.iter().any(|effect| effect.name == name);
+        let answer = if happened { "has happened" } else { "has not happened" };
+        world.narrate(&format!("worker {} asks about effect `{name}`, which {answer}", self.number()));
+        if world.scenario.arrives_after_question() {
+            world.arrive(|late| late.name == name);
+        }
         self.travel(|| format!("after the question {question}")).await;
         match cut {
             Some(Cut::RequestLost | Cut::AnswerLost) => {
@@ -210,6 +215,7 @@ pub struct Effect {
     worker: Worker,
     name: String,
     key: Option<String>,
+    expires_after: Option<Duration>,
     under_way: Option<EffectFuture>,
 }
 
@@ -222,6 +228,13 @@ impl Effect {
         self.key = Some(key.into());
         self
     }
+
+    /// Sets the time after which the other service refuses the request, counted from the moment when the request is
+    /// sent (default: the service accepts the request at any time).
+    pub fn expires_after(mut self, limit: Duration) -> Self {
+        self.expires_after = Some(limit);
+        self
+    }
 }
 
 impl Future for Effect {
@@ -230,8 +243,8 @@ impl Future for Effect {
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
         let under_way = this.under_way.get_or_insert_with(|| {
-            let (worker, name, key) = (this.worker.clone(), this.name.clone(), this.key.clone());
-            Box::pin(effect(worker, name, key))
+            let request = EffectRequest::new(this.worker.clone(), this.name.clone(), this.key.clone());
+            Box::pin(effect(request, this.expires_after))
         });
         under_way.as_mut().poll(cx)
     }
@@ -243,17 +256,43 @@ impl fmt::Debug for Effect {
     }
 }
 
-async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<bool, NoAnswer> {
-    let attempt = current().ok().map(|attempt| attempt.number());
+/// Request for an effect.
+#[derive(Clone)]
+struct EffectRequest {
+    worker: Worker,
+    name: String,
+    key: Option<String>,
+    /// Attempt whose body sends the request, and its number; `None` outside of a handler.
+    attempt: Option<u32>,
+    /// True if the body sends the request after its reconciler has answered that nothing happened.
+    after_not_done: bool,
+}
+
+impl EffectRequest {
+    fn new(worker: Worker, name: String, key: Option<String>) -> Self {
+        let attempt = current().ok();
+        let number = attempt.as_ref().map(crate::engine::Attempt::number);
+        let in_doubt = attempt.is_some_and(|attempt| {
+            lock(&worker.0.world.state).in_doubt.contains(&(attempt.key().clone(), attempt.number()))
+        });
+        Self { worker, name, key, attempt: number, after_not_done: in_doubt && !reconciliation::is_asked() }
+    }
+}
+
+async fn effect(request: EffectRequest, expires_after: Option<Duration>) -> Result<bool, NoAnswer> {
+    let EffectRequest { worker, name, .. } = &request;
     let world = &worker.0.world;
-    let cut = world.count(&worker, Point::Effect, |state| &mut state.effect_calls, &name);
+    let cut = world.count(worker, Point::Effect, |state| &mut state.effect_calls, name);
     if cut.is_some_and(Cut::stands_still) {
-        return late_effect(worker, name, key, attempt).await;
+        return stopped_effect(request, expires_after).await;
     }
     worker.travel(|| format!("before effect `{name}`")).await;
     if matches!(cut, Some(Cut::RequestLost)) {
         world.narrate(&format!("the request for effect `{name}` gets lost"));
         return Err(NoAnswer(()));
+    }
+    if let Some(cut) = cut.filter(|cut| cut.arrives_late()) {
+        return late_effect(request, cut, expires_after).await;
     }
     if tokio::task::try_id().is_some() {
         // An effect in a spawned task takes some time. A handler that does not await the task returns before the effect
@@ -261,7 +300,7 @@ async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<boo
         world.clock.sleep(SPAWNED).await;
         worker.running().await;
     }
-    let now = world.happen(&worker, &name, key, attempt);
+    let now = world.happen(&request, false);
     if matches!(cut, Some(Cut::Crash)) {
         world.narrate(&format!("worker {} is killed right after effect `{name}`", worker.number()));
         worker.die();
@@ -276,22 +315,49 @@ async fn effect(worker: Worker, name: String, key: Option<String>) -> Result<boo
 
 /// Runs an effect whose request leaves the body before the worker stands still. The effect happens when the worker
 /// resumes, even if the body was dropped meanwhile.
-async fn late_effect(
-    worker: Worker,
-    name: String,
-    key: Option<String>,
-    attempt: Option<u32>,
-) -> Result<bool, NoAnswer> {
+async fn stopped_effect(request: EffectRequest, expires_after: Option<Duration>) -> Result<bool, NoAnswer> {
     let (answer, answered) = oneshot::channel();
-    let (sender, what) = (worker.clone(), name.clone());
-    worker.0.world.clock.spawn(Box::pin(async move {
-        sender.running().await;
-        let _ = answer.send(sender.0.world.happen(&sender, &what, key, attempt));
+    let (worker, name) = (request.worker.clone(), request.name.clone());
+    let world = &worker.0.world;
+    let sent_at = world.clock.now();
+    world.clock.spawn(Box::pin(async move {
+        let EffectRequest { worker, name, .. } = &request;
+        worker.running().await;
+        let world = &worker.0.world;
+        if expires_after.is_some_and(|limit| world.clock.now() >= sent_at.saturating_add(limit)) {
+            world.narrate(&format!("the request for effect `{name}` arrives, and is refused: it has expired"));
+            return;
+        }
+        let _ = answer.send(world.happen(&request, true));
     }));
-    lock(&worker.0.world.state).place = Some(format!("while the request for effect `{name}` is on its way"));
+    lock(&world.state).place = Some(format!("while the request for effect `{name}` is on its way"));
     let now = answered.await.map_err(|_| NoAnswer(()))?;
     worker.travel(|| format!("after effect `{name}`")).await;
     Ok(now)
+}
+
+/// Runs an effect whose caller gives up or dies while the request is on its way. The request arrives as late as
+/// possible: after the effect was repeated or asked for ([`Scenario::arrives_after_question`]), or just before the
+/// request expires, or after the last delivery.
+async fn late_effect(request: EffectRequest, cut: Cut, expires_after: Option<Duration>) -> Result<bool, NoAnswer> {
+    let (worker, name) = (request.worker.clone(), request.name.clone());
+    let world = Arc::clone(&worker.0.world);
+    lock(&world.state).late = Some(request);
+    if let Some(limit) = expires_after {
+        let (world, clock) = (Arc::clone(&world), world.clock.clone());
+        world.clock.clone().spawn(Box::pin(async move {
+            clock.sleep(limit.saturating_sub(SLOWER)).await;
+            world.arrive(|_| true);
+        }));
+    }
+    if cut == Cut::CrashLate {
+        let number = worker.number();
+        world.narrate(&format!("worker {number} is killed while the request for effect `{name}` is on its way"));
+        worker.die();
+    }
+    worker.travel(|| format!("while the request for effect `{name}` is on its way")).await;
+    world.narrate(&format!("effect `{name}` gets no answer while its request is on its way"));
+    Err(NoAnswer(()))
 }
 
 /// Store of a [`Worker`]: a [`MemoryStore`] whose calls take time, and fail where the scenario requires it.
@@ -447,12 +513,21 @@ pub(super) struct WorldState {
     workers: u32,
     deliveries: u32,
     takeovers: u32,
+    /// True if a caller with a reconciler has reserved a key.
+    pub(super) reconciles: bool,
+    /// Attempts that were reserved to ask a reconciler.
+    in_doubt: HashSet<(Key, u32)>,
+    /// Request for an effect that is on its way, after its caller has given up or died.
+    late: Option<EffectRequest>,
     shared: HashMap<TypeId, Arc<dyn Any + Send + Sync>>,
 }
 
 pub(super) struct PastEffect {
-    pub(super) name: String,
+    name: String,
     key: Option<String>,
+    /// True if the request arrived after its caller had given up, stood still or died.
+    arrived_late: bool,
+    after_not_done: bool,
 }
 
 impl World {
@@ -491,6 +566,11 @@ impl World {
     /// assumes if that lease is longer.
     pub(super) fn lease(&self) -> Duration {
         lock(&self.state).lease
+    }
+
+    /// Returns the number of attempts that were reserved to ask a reconciler.
+    pub(super) fn reconciliations(&self) -> usize {
+        lock(&self.state).in_doubt.len()
     }
 
     pub(super) fn takeovers(&self) -> u32 {
@@ -543,7 +623,22 @@ impl World {
         cut
     }
 
-    fn happen(&self, worker: &Worker, name: &str, key: Option<String>, attempt: Option<u32>) -> bool {
+    /// Lets the request that is on its way arrive, if `is_due` is true for it.
+    fn arrive(&self, is_due: impl FnOnce(&EffectRequest) -> bool) {
+        let late = lock(&self.state).late.take_if(|late| is_due(late));
+        if let Some(late) = late {
+            self.narrate(&format!("the request for effect `{}`, which was on its way, arrives", late.name));
+            self.happen(&late, true);
+        }
+    }
+
+    /// Lets the request that is on its way arrive after the last delivery.
+    pub(super) fn arrive_at_last(&self) {
+        self.arrive(|_| true);
+    }
+
+    fn happen(&self, request: &EffectRequest, arrived_late: bool) -> bool {
+        let EffectRequest { worker, name, key, attempt, after_not_done } = request;
         let known = {
             let state = lock(&self.state);
             key.as_ref()
@@ -556,17 +651,21 @@ impl World {
         };
         match known {
             None => self.narrate(&format!("effect `{name}` happens ({by})")),
-            Some(first) if first == name => {
+            Some(first) if first == *name => {
                 self.narrate(&format!("effect `{name}` is asked for again; its key is known ({by})"));
                 return false;
             }
             Some(other) => {
                 self.narrate(&format!("effect `{name}` does not happen: its key was used for `{other}` ({by})"));
-                lock(&self.state).problems.push(Problem::KeyShared { effect: name.to_owned(), other });
+                lock(&self.state).problems.push(Problem::KeyShared { effect: name.clone(), other });
                 return false;
             }
         }
-        lock(&self.state).effects.push(PastEffect { name: name.to_owned(), key });
+        let (name, key, after_not_done) = (name.clone(), key.clone(), *after_not_done);
+        lock(&self.state).effects.push(PastEffect { name, key, arrived_late, after_not_done });
+        if !self.scenario.arrives_after_question() {
+            self.arrive(|late| late.name == request.name);
+        }
         true
     }
 
@@ -574,10 +673,15 @@ impl World {
         {
             let mut state = lock(&self.state);
             state.lease = state.lease.max(request.lease);
+            state.reconciles |= request.max_reconciliations.is_some();
         }
-        if let Reservation::Granted { lease, takeover } = reservation {
+        if let Reservation::Granted { lease, takeover, in_doubt } = reservation {
             let how = if *takeover { "takes over" } else { "reserves" };
-            self.narrate(&format!("worker {} {how} {} as attempt {}", worker.number(), lease.key, lease.attempt));
+            let asks = if *in_doubt { ", and asks its reconciler" } else { "" };
+            self.narrate(&format!("worker {} {how} {} as attempt {}{asks}", worker.number(), lease.key, lease.attempt));
+            if *in_doubt {
+                lock(&self.state).in_doubt.insert((lease.key.clone(), lease.attempt));
+            }
             if *takeover {
                 lock(&self.state).takeovers += 1;
                 if self.scenario.cut == Cut::Overtake && worker.number() == 2 {
@@ -587,6 +691,15 @@ impl World {
                 self.taken_over.notify_waiters();
             }
         }
+    }
+
+    /// Returns the effects that a body repeated after its reconciler had answered that nothing happened, although a
+    /// request of an earlier attempt arrived late.
+    pub(super) fn too_early(&self) -> BTreeSet<String> {
+        let state = lock(&self.state);
+        let is_late = |name: &str| state.effects.iter().any(|effect| effect.arrived_late && effect.name == name);
+        let repeated = state.effects.iter().filter(|effect| effect.after_not_done && is_late(&effect.name));
+        repeated.map(|effect| effect.name.clone()).collect()
     }
 
     /// Returns the number of times that each effect has happened.
