@@ -121,7 +121,7 @@ impl Expansion<'_> {
         // The function that builds the key also registers the type of the recorded results, because a scope that is not
         // shared has only one such type.
         let recorded = match self.call.on_error {
-            OnError::Release => quote_spanned!(site=> key_of_values),
+            OnError::Release | OnError::Uncertain => quote_spanned!(site=> key_of_values),
             OnError::Record(_) | OnError::Decide(_) => quote_spanned!(site=> key_of_results),
         };
         quote_spanned! {site=>
@@ -189,10 +189,14 @@ impl Expansion<'_> {
                 quote_spanned!(*site=> __idem::Policy::new(#ttl))
             }
             Base::Policy(policy, ttl) => {
-                let method = Ident::new("idem_policy", blamed(policy));
+                // A policy that requires `on_crash` is no `Policy` until the attribute names the option.
+                let recovers = call.reconciler.is_some()
+                    || call.settings.iter().any(|setting| matches!(setting, Setting::Choice("on_crash", ..)));
+                let method = if recovers { "idem_recovering_policy" } else { "idem_policy" };
+                let method = Ident::new(method, blamed(policy));
                 let policy = self.place(policy);
                 let ttl = ttl.as_ref().map(|ttl| self.time(ttl)).map(|ttl| quote_spanned!(*site=> .ttl(#ttl)));
-                quote_spanned! {*site=> { use __idem::PolicyOf as _; (#policy).#method() } #ttl }
+                quote_spanned! {*site=> { use __idem::{PolicyOf as _, RecoveringPolicyOf as _}; (#policy).#method() } #ttl }
             }
         };
         let settings = call.settings.iter().map(|setting| self.setting(setting));
@@ -204,7 +208,9 @@ impl Expansion<'_> {
         let literal = |time: &Time| matches!(time, Time::Literal(_));
         let base = matches!(&self.call.policy, Base::Ttl(ttl) if literal(ttl));
         base && self.call.settings.iter().all(|setting| match setting {
-            Setting::Lease(time) | Setting::Timeout(time) | Setting::Wait(time) => literal(time),
+            Setting::Lease(time) | Setting::Timeout(time) | Setting::Wait(time) | Setting::ErrorTtl(time) => {
+                literal(time)
+            }
             Setting::Attempts(number) | Setting::ResultBytes(number) => is_number(number),
             Setting::Choice(..) | Setting::Migrate(_) => true,
         })
@@ -216,6 +222,10 @@ impl Expansion<'_> {
             Setting::Lease(lease) => {
                 let lease = self.time(lease);
                 quote_spanned!(site=> .lease(#lease))
+            }
+            Setting::ErrorTtl(ttl) => {
+                let ttl = self.time(ttl);
+                quote_spanned!(site=> .error_ttl(#ttl))
             }
             Setting::Timeout(timeout) => {
                 let timeout = self.time(timeout);
@@ -291,6 +301,7 @@ impl Expansion<'_> {
         // The option `on_error` selects the recorder, which decides whether an error is recorded.
         let recorder = match &call.on_error {
             OnError::Release => quote_spanned!(value=> values(#codec)),
+            OnError::Uncertain => quote_spanned!(value=> values_or_doubt(#codec)),
             OnError::Record(span) => {
                 let method = Ident::new("idem_recorded_error", *span);
                 quote_spanned!(value=> #method().results(#codec))
@@ -308,6 +319,30 @@ impl Expansion<'_> {
         let never = quote_spanned!(value=> __idem::never::<#output>);
         let returned = quote_spanned!(value=> __idem_never());
         let body = &call.handler.body;
+        let [checked, operation_name] = ["__idem_output", "__idem_operation"].map(|name| Ident::new(name, *site));
+        // The reconciler is a part of the body's future, so that it can borrow the arguments that the body takes. A
+        // handler without a reconciler has no code for it.
+        let (reconciling, reconcile) = match &call.reconciler {
+            Some(reconciler) => {
+                let [reconciling, is_reconciler] =
+                    ["idem_reconciling", "idem_reconciler"].map(|name| Ident::new(name, blamed(reconciler)));
+                let reconciler = self.written(reconciler);
+                let reconciling = quote_spanned!(*site=> .#reconciling());
+                let reconcile = quote_spanned! {*site=>
+                    if __idem::is_asked() {
+                        let __idem_settled = {
+                            use __idem::types::*;
+                            #checked.#is_reconciler(#reconciler)
+                        };
+                        if let __idem::Some(__idem_result) = __idem_settled.await {
+                            return __idem_result;
+                        }
+                    }
+                };
+                (Some(reconciling), Some(reconcile))
+            }
+            None => (None, None),
+        };
         // The body also owns the arguments that it does not mention. If the body did not own such an argument, it would
         // be dropped only after the key is freed, when another attempt may already run.
         let used = quote_spanned!(*site=> #operation #recorder #body);
@@ -318,19 +353,31 @@ impl Expansion<'_> {
                 if false {
                     return #returned;
                 }
+                #reconcile
                 #body
             }
         };
         // The generated code has the span of the value type, because every remaining error is about the value, for
         // example about a lifetime that a replay can't have.
-        let [checked, operation] = ["__idem_output", "__idem_operation"].map(|name| Ident::new(name, *site));
+        let call = match reconciling {
+            Some(reconciling) => quote_spanned! {value=>
+                {
+                    use __idem::types::*;
+                    __idem_handler.on(#operation_name)#reconciling
+                }
+            },
+            None => quote_spanned!(value=> __idem_handler.on(#operation_name)),
+        };
+        // The `return` is explicit, because users may deny `clippy::implicit_return`. The `return` has the span of a
+        // macro, because clippy would otherwise report it as needless.
+        let returns = quote_spanned!(*site=> return);
         quote_spanned! {value=>
             let __idem_handler = {
                 use __idem::types::*;
                 #checked.#recorder
             };
             let __idem_never = #never;
-            __idem_handler.on(#operation).run(#block).await
+            #returns #call.run(#block).await;
         }
     }
 

@@ -54,6 +54,17 @@ fn find(tokens: TokenStream, word: &str) -> Option<Span> {
     })
 }
 
+/// Adds all words of a pattern: the names that the pattern binds, and names of fields and types.
+fn words(pattern: TokenStream, found: &mut Vec<String>) {
+    for token in pattern {
+        match token {
+            TokenTree::Ident(word) => found.push(word.to_string()),
+            TokenTree::Group(group) => words(group.stream(), found),
+            TokenTree::Punct(_) | TokenTree::Literal(_) => {}
+        }
+    }
+}
+
 fn is_function(item: ParseStream<'_>) -> bool {
     // A function has the word `fn` before its first brace. A few other items contain this word, too, such as `type F =
     // fn();`; the parser of signatures rejects these items.
@@ -82,6 +93,19 @@ impl Function {
     /// Returns the names of the arguments. An argument that is a pattern has no name.
     pub(crate) fn argument_names(&self) -> impl Iterator<Item = &Ident> {
         self.arguments().map(|(name, _)| name)
+    }
+
+    /// Returns all names that the arguments of an `async fn` bind; `None` for the output of another macro, which may
+    /// give arguments other names.
+    pub(crate) fn bound_names(&self) -> Option<Vec<String>> {
+        self.signature.asyncness?;
+        let mut names = Vec::new();
+        for argument in &self.signature.inputs {
+            if let FnArg::Typed(argument) = argument {
+                words(argument.pat.to_token_stream(), &mut names);
+            }
+        }
+        Some(names)
     }
 
     fn arguments(&self) -> impl Iterator<Item = (&Ident, &Type)> {
@@ -232,12 +256,13 @@ impl OwnedName {
         let Self { attributes, name } = self;
         // The macro, not the user, writes this use of `_name`, so no lint may report it.
         let quiet = quote_spanned!(Span::mixed_site()=> #[allow(clippy::used_underscore_binding, clippy::no_effect_underscore_binding)]);
-        if name == "self" || find(used.clone(), &name.to_string()).is_some() {
+        let is_used = name == "self" || find(used.clone(), &name.to_string()).is_some();
+        if is_used || name.to_string().starts_with('_') {
             let compiled = attributes.iter().filter(|attribute| attribute.path().is_ident("cfg"));
             return quote_spanned!(Span::mixed_site()=> #(#compiled)* #quiet let _ = &#name;);
         }
         // Binds the name again, so that the compiler still reports an unused argument.
-        quote_spanned!(Span::mixed_site()=> #(#attributes)* #quiet let #name = #name;)
+        quote_spanned!(Span::mixed_site()=> #(#attributes)* #quiet #[allow(clippy::shadow_same)] let #name = #name;)
     }
 }
 

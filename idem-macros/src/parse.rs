@@ -8,7 +8,7 @@ use syn::{Expr, LitStr, Path, Token, Type};
 use crate::nearest::nearest;
 use crate::problems::Problems;
 
-const OPTIONS: [&str; 19] = [
+const OPTIONS: [&str; 20] = [
     "key",
     "ttl",
     "store",
@@ -17,6 +17,7 @@ const OPTIONS: [&str; 19] = [
     "timeout",
     "in_progress",
     "on_error",
+    "error_ttl",
     "on_crash",
     "max_attempts",
     "fingerprint",
@@ -46,6 +47,7 @@ pub(crate) struct Args {
     pub(crate) timeout: Option<Arg<Expr>>,
     pub(crate) in_progress: Option<Arg<Expr>>,
     pub(crate) on_error: Option<Arg<Expr>>,
+    pub(crate) error_ttl: Option<Arg<Expr>>,
     pub(crate) on_crash: Option<Arg<Expr>>,
     pub(crate) max_attempts: Option<Arg<Expr>>,
     pub(crate) fingerprint: Option<Arg<Expr>>,
@@ -126,6 +128,7 @@ fn option(input: ParseStream<'_>, args: &mut Args, problems: &mut Problems) -> s
         "timeout" => set_once(&mut args.timeout, name, input),
         "in_progress" => set_once(&mut args.in_progress, name, input),
         "on_error" => set_once(&mut args.on_error, name, input),
+        "error_ttl" => set_once(&mut args.error_ttl, name, input),
         "on_crash" => set_once(&mut args.on_crash, name, input),
         "max_attempts" => set_once(&mut args.max_attempts, name, input),
         "fingerprint" => set_once(&mut args.fingerprint, name, input),
@@ -256,6 +259,7 @@ pub(crate) fn example(option: &str) -> &'static str {
         "timeout" => "timeout = \"10m\"",
         "in_progress" => "in_progress = wait(\"10s\")",
         "on_error" => "on_error = record",
+        "error_ttl" => "error_ttl = \"1h\"",
         "on_crash" => "on_crash = fail",
         "max_attempts" => "max_attempts = 5",
         "fingerprint" => "fingerprint = event",

@@ -1,6 +1,10 @@
 //! Splits `"order:{event.id}"` into literal text and expressions.
 
+use std::ops::Range;
+
 use syn::{Expr, LitStr};
+
+use super::nearest::nearest;
 
 /// Piece of a key template.
 pub(crate) enum Part {
@@ -10,16 +14,74 @@ pub(crate) enum Part {
     Value(Expr),
 }
 
+/// Mistake in a template, with the place of the mistake in the template, in bytes. Without a place, the mistake
+/// concerns the whole template.
+#[derive(Debug, PartialEq)]
+struct Mistake {
+    place: Option<Range<usize>>,
+    message: String,
+}
+
+impl Mistake {
+    fn at(place: Range<usize>, message: impl Into<String>) -> Self {
+        Self { place: Some(place), message: message.into() }
+    }
+
+    /// Converts the mistake into an error at the literal. A stable compiler can't report an error at a part of a
+    /// literal, so the message repeats the template and marks the place.
+    fn of(self, literal: &LitStr) -> syn::Error {
+        let Self { place, message } = self;
+        let (template, written) = (literal.value(), literal.token().to_string());
+        // In a literal with escapes or hashes, a place in the value is not the place that the user sees.
+        let place = place.filter(|place| written == format!("\"{template}\"") && *place != (0..template.len()));
+        let marked = place.map(|place| {
+            let width = |text: &str| text.chars().count();
+            let (before, mistake) = (width(&template[..place.start]), width(&template[place]));
+            format!("\n\n  {written}\n   {}{}", " ".repeat(before), "^".repeat(mistake))
+        });
+        syn::Error::new(literal.span(), message + &marked.unwrap_or_default())
+    }
+}
+
 /// Reads a key template. Every expression gets the span and the hygiene of the literal. So the expression sees the same
 /// names as code next to the literal, even inside of a `macro_rules!` macro.
-pub(crate) fn parse(literal: &LitStr) -> syn::Result<Vec<Part>> {
-    let fail = |message| syn::Error::new(literal.span(), message);
-    let pieces = split(&literal.value()).map_err(fail)?;
+///
+/// `arguments` are all names that the arguments bind; `None` if they are not known.
+pub(crate) fn parse(literal: &LitStr, arguments: Option<&[String]>) -> syn::Result<Vec<Part>> {
+    let pieces = split(&literal.value()).map_err(|mistake| mistake.of(literal))?;
     let parts = pieces.into_iter().map(|piece| match piece {
         Piece::Text(text) => Ok(Part::Text(text)),
-        Piece::Placeholder(source) => placeholder(&source, literal).map(Part::Value).map_err(fail),
+        Piece::Placeholder(source, place) => {
+            let value = placeholder(&source, literal)
+                .and_then(|value| misspelt(&value, arguments.unwrap_or_default()).map_or(Ok(value), Err));
+            value.map(Part::Value).map_err(|message| Mistake::at(place, message).of(literal))
+        }
     });
     parts.collect()
+}
+
+/// Returns a message about an expression whose first name is almost the name of an argument.
+///
+/// The compiler would suggest the name of the argument, too, but in place of the whole literal: `key = event`.
+fn misspelt(value: &Expr, arguments: &[String]) -> Option<String> {
+    let first = match value {
+        Expr::Path(path) if path.qself.is_none() => path.path.get_ident()?.to_string(),
+        Expr::Field(field) => return misspelt(&field.base, arguments),
+        Expr::MethodCall(call) => return misspelt(&call.receiver, arguments),
+        Expr::Index(index) => return misspelt(&index.expr, arguments),
+        Expr::Unary(unary) => return misspelt(&unary.expr, arguments),
+        Expr::Reference(reference) => return misspelt(&reference.expr, arguments),
+        Expr::Paren(paren) => return misspelt(&paren.expr, arguments),
+        Expr::Try(tried) => return misspelt(&tried.expr, arguments),
+        _ => return None,
+    };
+    // A name with a capital letter may be the name of a constant.
+    if first == "self" || first.contains(char::is_uppercase) || arguments.contains(&first) {
+        return None;
+    }
+    let names: Vec<_> = arguments.iter().map(String::as_str).collect();
+    let meant = nearest(&first, &names).filter(|meant| meant.chars().count() > 1)?;
+    Some(format!("there is no argument `{first}`; did you mean `{meant}`?"))
 }
 
 fn placeholder(source: &str, literal: &LitStr) -> Result<Expr, String> {
@@ -51,14 +113,16 @@ fn format_spec<'a>(source: &'a str, literal: &LitStr) -> Option<(&'a str, &'a st
 #[derive(Debug, PartialEq)]
 enum Piece {
     Text(String),
-    Placeholder(String),
+    /// Source of an expression, and the place of its braces in the template.
+    Placeholder(String, Range<usize>),
 }
 
-fn split(template: &str) -> Result<Vec<Piece>, String> {
+fn split(template: &str) -> Result<Vec<Piece>, Mistake> {
     let mut pieces = Vec::new();
     let mut text = String::new();
     let mut rest = template;
     while let Some(c) = rest.chars().next() {
+        let at = template.len() - rest.len();
         let after = &rest[c.len_utf8()..];
         match c {
             '{' | '}' if after.starts_with(c) => {
@@ -66,53 +130,59 @@ fn split(template: &str) -> Result<Vec<Piece>, String> {
                 rest = &after[1..];
             }
             '{' => {
-                let end = end(after).ok_or_else(|| {
-                    format!(
+                let Some(end) = end(after) else {
+                    let message = format!(
                         "`{{{after}` is not closed; write the missing bracket or quote, or `{{{{` for a literal brace"
-                    )
-                })?;
-                push_text(&mut pieces, &mut text)?;
-                push_placeholder(&mut pieces, after[..end].trim())?;
+                    );
+                    return Err(Mistake::at(at..template.len(), message));
+                };
+                push_text(&mut pieces, &mut text);
+                push_placeholder(&mut pieces, after[..end].trim(), at..at + end + 2)?;
                 rest = &after[end + 1..];
             }
-            '}' => return Err("`}` closes nothing; write `}}` for a literal brace".to_owned()),
+            '}' => return Err(Mistake::at(at..at + 1, "`}` closes nothing; write `}}` for a literal brace")),
+            '%' => {
+                let message = "`%` introduces an escape in stored keys; write another character";
+                return Err(Mistake::at(at..at + 1, message));
+            }
+            c if c.is_control() => {
+                let message = "a key has no control characters; write a printable separator such as `:`".to_owned();
+                return Err(Mistake { place: None, message });
+            }
             c => {
                 text.push(c);
                 rest = after;
             }
         }
     }
-    push_text(&mut pieces, &mut text)?;
-    if !pieces.iter().any(|piece| matches!(piece, Piece::Placeholder(_))) {
-        return Err("every call would have the same key; write what tells operations apart in braces, \
-                    for example `order:{event.id}`"
-            .to_owned());
+    push_text(&mut pieces, &mut text);
+    if !pieces.iter().any(|piece| matches!(piece, Piece::Placeholder(..))) {
+        let message = "every call would have the same key; write what tells operations apart in braces, for example \
+                       `order:{event.id}`"
+            .to_owned();
+        return Err(Mistake { place: None, message });
     }
     Ok(pieces)
 }
 
-fn push_text(pieces: &mut Vec<Piece>, text: &mut String) -> Result<(), String> {
-    if text.contains('%') {
-        return Err("`%` introduces an escape in stored keys; write another character".to_owned());
-    }
-    if text.contains(char::is_control) {
-        return Err("a key has no control characters; write a printable separator such as `:`".to_owned());
-    }
+fn push_text(pieces: &mut Vec<Piece>, text: &mut String) {
     if !text.is_empty() {
         pieces.push(Piece::Text(std::mem::take(text)));
     }
-    Ok(())
 }
 
-fn push_placeholder(pieces: &mut Vec<Piece>, source: &str) -> Result<(), String> {
+fn push_placeholder(pieces: &mut Vec<Piece>, source: &str, place: Range<usize>) -> Result<(), Mistake> {
     if source.is_empty() {
-        return Err("`{}` is empty; write an expression over the arguments in it, for example `{event.id}`".to_owned());
+        let message = "`{}` is empty; write an expression over the arguments in it, for example `{event.id}`";
+        return Err(Mistake::at(place, message));
     }
-    if let Some(Piece::Placeholder(before)) = pieces.last() {
+    if let Some(Piece::Placeholder(before, start)) = pieces.last() {
         // `{a}{b}` would make the same key from `1` and `23` as from `12` and `3`.
-        return Err(format!("nothing separates `{{{before}}}` from `{{{source}}}`; write `{{{before}}}:{{{source}}}`"));
+        let message =
+            format!("nothing separates `{{{before}}}` from `{{{source}}}`; write `{{{before}}}:{{{source}}}`");
+        return Err(Mistake::at(start.start..place.end, message));
     }
-    pieces.push(Piece::Placeholder(source.to_owned()));
+    pieces.push(Piece::Placeholder(source.to_owned(), place));
     Ok(())
 }
 
@@ -172,11 +242,12 @@ mod tests {
     }
 
     fn value(source: &str) -> Piece {
-        Piece::Placeholder(source.to_owned())
+        Piece::Placeholder(source.to_owned(), 0..0)
     }
 
     fn message(template: &str) -> String {
-        match parse(&LitStr::new(template, Span::call_site())) {
+        let arguments = ["event", "id", "a", "b"].map(str::to_owned);
+        match parse(&LitStr::new(template, Span::call_site()), Some(&arguments)) {
             Ok(_) => panic!("`{template}` is read"),
             Err(error) => error.to_string(),
         }
@@ -197,7 +268,14 @@ mod tests {
             ("{a[0]}-{b.1}", vec![value("a[0]"), text("-"), value("b.1")]),
         ];
         for (template, pieces) in cases {
-            assert_eq!(split(template), Ok(pieces), "{template}");
+            let mut found = split(template).unwrap_or_else(|mistake| panic!("{template}: {mistake:?}"));
+            for piece in &mut found {
+                if let Piece::Placeholder(source, place) = piece {
+                    let written = template[std::mem::take(place)].strip_prefix('{').and_then(|it| it.strip_suffix('}'));
+                    assert_eq!(written.map(str::trim), Some(&**source), "{template}");
+                }
+            }
+            assert_eq!(found, pieces, "{template}");
         }
     }
 
@@ -216,7 +294,7 @@ mod tests {
             "(|c: u32| c)(id)",
         ];
         for source in sources {
-            let parts = parse(&LitStr::new(&format!("{{{source}}}"), Span::call_site()));
+            let parts = parse(&LitStr::new(&format!("{{{source}}}"), Span::call_site()), None);
             let parts = parts.unwrap_or_else(|error| panic!("{source}: {error}"));
             let [Part::Value(expr)] = &parts[..] else { panic!("{source}") };
             let expected: Expr = syn::parse_str(source).unwrap();
@@ -252,6 +330,43 @@ mod tests {
         for (template, expected) in cases {
             let message = message(template);
             assert!(message.contains(expected), "{template}: {message}");
+        }
+    }
+
+    #[test]
+    fn the_error_for_a_part_of_a_template_marks_the_part() {
+        let cases = [
+            ("é:{id +}", "\"é:{id +}\"", "  ^^^^^^"),
+            ("order:{id", "\"order:{id\"", "      ^^^"),
+            ("a}{id}", "\"a}{id}\"", " ^"),
+            ("x:{a}{b}", "\"x:{a}{b}\"", "  ^^^^^^"),
+            ("x:{ }", "\"x:{ }\"", "  ^^^"),
+            ("1%:{id}", "\"1%:{id}\"", " ^"),
+            ("x:{evnt.id}", "\"x:{evnt.id}\"", "  ^^^^^^^^^"),
+        ];
+        for (template, written, marks) in cases {
+            let message = message(template);
+            assert!(message.ends_with(&format!("\n\n  {written}\n   {marks}")), "{template}: {message}");
+        }
+        for template in ["{id +}", "orders", "a\n{id}", "\"{id +}"] {
+            assert!(!message(template).contains('^'), "{template}: {}", message(template));
+        }
+    }
+
+    #[test]
+    fn a_name_that_is_almost_an_argument_is_an_error() {
+        let arguments = ["event", "self_id", "tenant"].map(str::to_owned);
+        let read = |template: &str| parse(&LitStr::new(template, Span::call_site()), Some(&arguments));
+        for (template, meant) in
+            [("{evnt}", "event"), ("{evnt.id}", "event"), ("{(*evnt).id()?[0]}", "event"), ("{&tennant}", "tenant")]
+        {
+            let Err(error) = read(template) else { panic!("`{template}` is read") };
+            assert!(error.to_string().contains(&format!("did you mean `{meant}`?")), "{template}: {error}");
+        }
+        for template in
+            ["{event}", "{EVENT}", "{evnt()}", "{evnt::id}", "{evnt!()}", "{|evnt| evnt}", "{order}", "{self.event}"]
+        {
+            assert!(read(template).is_ok(), "{template}");
         }
     }
 }

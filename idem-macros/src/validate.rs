@@ -31,6 +31,8 @@ pub(crate) struct Call {
     pub(crate) policy: Base,
     pub(crate) settings: Vec<Setting>,
     pub(crate) on_error: OnError,
+    /// The future that settles the doubt about an earlier attempt.
+    pub(crate) reconciler: Option<Expr>,
     pub(crate) fingerprint: Option<Expr>,
     pub(crate) codec: Option<Type>,
 }
@@ -70,6 +72,7 @@ pub(crate) enum Setting {
     Lease(Time),
     Timeout(Time),
     Wait(Time),
+    ErrorTtl(Time),
     Attempts(Expr),
     /// A method of `Policy`, then the enum and the variant that the method gets as its argument.
     Choice(&'static str, &'static str, &'static str),
@@ -80,6 +83,7 @@ pub(crate) enum Setting {
 
 pub(crate) enum OnError {
     Release,
+    Uncertain,
     Record(Span),
     Decide(Expr),
 }
@@ -97,7 +101,8 @@ pub(crate) fn call(args: Args, function: &Function, problems: &mut Problems) -> 
     // All options are checked even after a problem, so that one compilation reports every problem.
     let handler = handler(function, problems);
     let output = handler.as_ref().and_then(|handler| output(function, handler, problems));
-    let key = args.key.and_then(|arg| problems.note(key(arg)));
+    let names = function.bound_names();
+    let key = args.key.and_then(|arg| problems.note(key(arg, names.as_deref())));
     let store = args.store.and_then(|arg| problems.note(place(arg)));
     let lease = args.lease.and_then(|arg| problems.note(lease(arg)));
     // The lease is known if it is a literal or the default; a literal `ttl` is then compared with it.
@@ -113,12 +118,21 @@ pub(crate) fn call(args: Args, function: &Function, problems: &mut Problems) -> 
     let scope = args.scope.and_then(|arg| problems.note(scope(arg)));
     let on_error = args.on_error.map_or(Some(OnError::Release), |arg| problems.note(on_error(arg)));
     let mut settings: Vec<_> = lease.map(Setting::Lease).into_iter().collect();
+    settings.extend(args.error_ttl.and_then(|arg| problems.note(error_ttl(arg))));
     settings.extend(args.timeout.and_then(|arg| problems.note(timeout(arg))));
     settings.extend(args.in_progress.and_then(|arg| problems.note(in_progress(arg))));
     settings.extend(args.max_attempts.and_then(|arg| problems.note(max_attempts(arg))));
+    let on_crash = args.on_crash.and_then(|arg| problems.note(on_crash(arg)));
+    let reconciler = match on_crash {
+        Some(OnCrash::Choice(choice)) => {
+            settings.push(choice);
+            None
+        }
+        Some(OnCrash::Reconcile(reconciler)) => Some(reconciler),
+        None => None,
+    };
     // Options that take one of two words.
     let choices = [
-        (args.on_crash, "on_crash", "OnCrash", [("retry", "Retry"), ("fail", "Fail")]),
         (args.missing_key, "missing_key", "MissingKey", [("reject", "Reject"), ("run", "Run")]),
         (args.on_store_error, "on_store_error", "OnStoreError", [("fail", "Fail"), ("run", "Run")]),
     ];
@@ -141,6 +155,7 @@ pub(crate) fn call(args: Args, function: &Function, problems: &mut Problems) -> 
         policy: policy?,
         settings,
         on_error: on_error?,
+        reconciler,
         fingerprint: args.fingerprint.map(|arg| arg.value),
         codec: args.codec.map(|arg| arg.value),
     })
@@ -219,10 +234,10 @@ fn blamed(ty: &Type) -> Span {
     }
 }
 
-fn key(arg: Arg<Expr>) -> syn::Result<Vec<Part>> {
+fn key(arg: Arg<Expr>, names: Option<&[String]>) -> syn::Result<Vec<Part>> {
     let constant = "every call would have the same key; write a template such as `key = \"order:{event.id}\"`";
     match arg.value {
-        Expr::Lit(ExprLit { lit: Lit::Str(template), .. }) => template::parse(&template),
+        Expr::Lit(ExprLit { lit: Lit::Str(template), .. }) => template::parse(&template, names),
         Expr::Lit(literal) => fail(literal, constant),
         Expr::Macro(call) if call.mac.path.is_ident("concat") || call.mac.path.is_ident("stringify") => {
             fail(call, constant)
@@ -249,6 +264,14 @@ fn time(arg: Arg<Expr>) -> syn::Result<Time> {
             let duration = duration::parse(&text.value());
             duration.map(Time::Literal).map_err(|message| syn::Error::new(text.span(), message))
         }
+        Expr::Lit(ExprLit { lit: Lit::Int(number), .. }) if !number.suffix().is_empty() => {
+            let text = format!("{}{}", number.base10_digits(), number.suffix());
+            fail(number, unquoted(&text))
+        }
+        Expr::Lit(ExprLit { lit: Lit::Float(number), .. }) if !number.suffix().is_empty() => {
+            let text = format!("{}{}", number.base10_digits(), number.suffix());
+            fail(number, unquoted(&text))
+        }
         Expr::Lit(ExprLit { lit: Lit::Int(number), .. }) => {
             let message = format!("a duration needs a unit; write `\"{}s\"`, or a `Duration`", number.base10_digits());
             fail(number, message)
@@ -258,6 +281,14 @@ fn time(arg: Arg<Expr>) -> syn::Result<Time> {
             fail(literal, message)
         }
         value => Ok(Time::Computed(value)),
+    }
+}
+
+/// Returns the message about a duration without quotes, which the compiler reads as a number with a suffix.
+fn unquoted(text: &str) -> String {
+    match duration::parse(text) {
+        Ok(duration) => format!("a duration is written in quotes; write `\"{}\"`", duration::show(duration)),
+        Err(message) => format!("a duration is written in quotes, and {message}"),
     }
 }
 
@@ -301,6 +332,17 @@ fn ttl(arg: Arg<Expr>, lease: Option<Duration>) -> syn::Result<Time> {
             fail(written, message)
         }
         _ => Ok(Time::Literal(ttl)),
+    }
+}
+
+fn error_ttl(arg: Arg<Expr>) -> syn::Result<Setting> {
+    let written = arg.value.clone();
+    match time(arg)? {
+        Time::Literal(ttl) if ttl.is_zero() => fail(
+            written,
+            "an `error_ttl` of zero would forget every error; write a longer one, or `on_error = release`",
+        ),
+        ttl => Ok(Setting::ErrorTtl(ttl)),
     }
 }
 
@@ -423,6 +465,56 @@ fn in_progress(arg: Arg<Expr>) -> syn::Result<Setting> {
     }
 }
 
+/// The value of `on_crash`.
+enum OnCrash {
+    Choice(Setting),
+    Reconcile(Expr),
+}
+
+fn on_crash(arg: Arg<Expr>) -> syn::Result<OnCrash> {
+    let (called, arguments) = match arg.value {
+        Expr::Call(call) => (*call.func, Some((call.paren_token.span.join(), call.args))),
+        value => (value, None),
+    };
+    let Some(word) = known(&called, ["retry", "fail", "reconcile"])? else {
+        return fail(called, "`on_crash` is `retry`, `fail`, or `reconcile(find_charge(app, order))`");
+    };
+    let choice = |variant| Ok(OnCrash::Choice(Setting::Choice("on_crash", "OnCrash", variant)));
+    let (span, arguments) = match (word, arguments) {
+        ("retry", None) => return choice("Retry"),
+        ("fail", None) => return choice("Fail"),
+        ("reconcile", Some(arguments)) => arguments,
+        ("reconcile", None) => {
+            return fail(called, "`reconcile` needs a future; write for example `reconcile(find_charge(app, order))`");
+        }
+        (word, Some((span, _))) => {
+            return Err(syn::Error::new(span, format!("`{word}` takes no argument; write `on_crash = {word}`")));
+        }
+        (_, None) => unreachable!("every word is matched above"),
+    };
+    let mut arguments = arguments.into_iter();
+    let (Some(future), None) = (arguments.next(), arguments.next()) else {
+        return Err(syn::Error::new(
+            span,
+            "`reconcile` takes one future; write for example `reconcile(find_charge(app, order))`",
+        ));
+    };
+    match future {
+        Expr::Lit(_) | Expr::Closure(_) => fail(
+            future,
+            "`reconcile` takes a future; write the call of an `async fn`, for example `reconcile(find_charge(app, order))`",
+        ),
+        Expr::Await(awaited) => {
+            let base = awaited.base.to_token_stream();
+            fail(
+                awaited,
+                format!("the future is awaited only when it is needed; leave `.await` out: `reconcile({base})`"),
+            )
+        }
+        future => Ok(OnCrash::Reconcile(future)),
+    }
+}
+
 fn max_attempts(arg: Arg<Expr>) -> syn::Result<Setting> {
     let fail = |message| fail(&arg.value, message);
     match &arg.value {
@@ -504,13 +596,14 @@ fn on_error(arg: Arg<Expr>) -> syn::Result<OnError> {
             let last = path.path.segments.last().map(|last| last.ident.to_string()).unwrap_or_default();
             match (word(&arg.value), last.as_str()) {
                 (Some(_), "release") => return Ok(OnError::Release),
+                (Some(_), "uncertain") => return Ok(OnError::Uncertain),
                 (Some(word), "record") => return Ok(OnError::Record(word.span())),
-                (_, "Release" | "Record") => {
+                (_, "Release" | "Record" | "Uncertain") => {
                     return fail(format!("`on_error` takes a word or a function; write `{}`", last.to_lowercase()));
                 }
                 (Some(word), name) => {
                     let close = |meant: &&&str| distance(name, meant) <= 2;
-                    if let Some(meant) = ["release", "record"].iter().find(close) {
+                    if let Some(meant) = ["release", "record", "uncertain"].iter().find(close) {
                         return fail(format!(
                             "unknown `{word}`; did you mean `{meant}`? (for a function of this name write `self::{word}`)"
                         ));
@@ -521,8 +614,8 @@ fn on_error(arg: Arg<Expr>) -> syn::Result<OnError> {
             Ok(OnError::Decide(arg.value))
         }
         Expr::Lit(_) | Expr::Tuple(_) | Expr::Array(_) => match string(&arg.value).as_deref() {
-            Some(text @ ("release" | "record")) => fail(format!("write `{text}` without quotes")),
-            _ => fail("`on_error` is `release`, `record`, or a function `fn(&E) -> OnError`".to_owned()),
+            Some(text @ ("release" | "record" | "uncertain")) => fail(format!("write `{text}` without quotes")),
+            _ => fail("`on_error` is `release`, `record`, `uncertain`, or a function `fn(&E) -> OnError`".to_owned()),
         },
         _ => Ok(OnError::Decide(arg.value)),
     }
@@ -632,7 +725,7 @@ mod tests {
         let settings = call.settings.iter().map(|setting| match setting {
             Setting::Choice(method, choices, variant) => format!("{method} {choices} {variant}"),
             Setting::Attempts(_) => "attempts".to_owned(),
-            Setting::Lease(_) | Setting::Timeout(_) | Setting::Wait(_) => "time".to_owned(),
+            Setting::Lease(_) | Setting::Timeout(_) | Setting::Wait(_) | Setting::ErrorTtl(_) => "time".to_owned(),
             Setting::Migrate(_) => "migrate".to_owned(),
             Setting::ResultBytes(_) => "bytes".to_owned(),
         });
@@ -722,6 +815,11 @@ mod tests {
     fn wrong_numbers_durations_and_modes_are_refused() {
         refused("timeout = \"0s\"", &["a `timeout` of zero"]);
         refused("timeout = 10", &["a duration needs a unit"]);
+        refused("timeout = 7d", &["written in quotes; write `\"7d\"`"]);
+        refused("timeout = 1_000ms", &["written in quotes; write `\"1s\"`"]);
+        refused("in_progress = wait(30s)", &["write `\"30s\"`"]);
+        refused("timeout = 7days", &["in quotes, and can't read `7days` as a duration; write `7d`"]);
+        refused("timeout = 1.5h", &["in quotes, and can't read `1.5h` as a duration; write whole numbers"]);
         refused("time_out = \"10m\"", &["did you mean `timeout`"]);
         refused("max_run = \"10m\"", &["did you mean `timeout`"]);
         refused("max_result_bytes = \"64k\"", &["is a number of bytes"]);
@@ -745,6 +843,25 @@ mod tests {
         {
             assert!(check(&format!("{REQUIRED}, on_error = {function}")).is_ok(), "{function}");
         }
+    }
+
+    #[test]
+    fn only_a_future_can_reconcile() {
+        let call =
+            check(&format!("{REQUIRED}, on_crash = reconcile(find(app, id))")).unwrap_or_else(|it| panic!("{it:?}"));
+        assert!(call.reconciler.is_some() && call.settings.is_empty());
+        refused("on_crash = reconcile", &["`reconcile` needs a future"]);
+        refused("on_crash = reconcile()", &["takes one future"]);
+        refused("on_crash = reconcile(a, b)", &["takes one future"]);
+        refused("on_crash = reconcile(|| find(id))", &["takes a future"]);
+        refused("on_crash = reconcile(find(id).await)", &["leave `.await` out: `reconcile(find (id))`"]);
+        refused("on_crash = reconsile(find(id))", &["did you mean `reconcile`"]);
+        refused("on_crash = fail(1)", &["`fail` takes no argument"]);
+        refused("on_crash = find(id)", &["is `retry`, `fail`, or `reconcile("]);
+        refused("on_error = uncertan", &["did you mean `uncertain`?"]);
+        refused("on_error = \"uncertain\"", &["write `uncertain` without quotes"]);
+        refused("error_ttl = \"0s\"", &["an `error_ttl` of zero"]);
+        refused("error_ttl = 1", &["a duration needs a unit"]);
     }
 
     #[test]

@@ -1,0 +1,12 @@
+use idem_runtime::{Error, MemoryStore, idempotent};
+
+struct Event {
+    order_id: u32,
+}
+
+#[idempotent(key = "order:{evnt.order_id}", ttl = "7d", store = store)]
+async fn handler(store: &MemoryStore, event: Event) -> Result<u32, Error> {
+    Ok(event.order_id)
+}
+
+fn main() {}
