@@ -7,6 +7,7 @@ use idem_runtime::key::{KeyBuilder, KeyError, Scope};
 use serde_json::json;
 
 use crate::report::{Output, STATUSES, Stop};
+use crate::shell::quoted;
 use crate::store::StoreArguments;
 
 /// Prints the stored key of a handler's call or of an HTTP request, to find the record for a support ticket.
@@ -58,20 +59,21 @@ pub(crate) fn main(arguments: &KeyArguments) -> Result<ExitCode, Stop> {
         Some(_) => Some(arguments.store.place()?),
         None => None,
     };
-    let namespace = arguments.store.namespace()?;
     let (stored, look_up) = match &place {
         Some(place) => {
+            let namespace = arguments.store.namespace(&**place)?;
             let (stored, look_up) = place.look_up(namespace.as_deref(), key.as_str());
             (stored, Some((place.kind(), look_up)))
         }
-        None => (format!("{}{}", namespace.unwrap_or_default(), key.as_str()), None),
+        None => (format!("{}{}", arguments.store.any_namespace()?.unwrap_or_default(), key.as_str()), None),
     };
     let mut object = json!({ "key": key.to_string(), "scope": key.scope(), "text": key.text(), "stored": stored });
-    let mut text = format!("key     {key}\nstored  {stored}");
+    let shown = key.to_string();
+    let mut text = format!("key     {}\nstored  {}", quoted(&shown), quoted(&stored));
     if let Some((kind, look_up)) = look_up {
         object["store"] = kind.into();
         object["look_up"] = look_up.as_str().into();
-        text = format!("{text}\n{kind:8}{look_up}");
+        text = format!("{text}\n{kind:7} {look_up}");
     }
     Output { json: arguments.json }.line(&object, &text)?;
     Ok(ExitCode::SUCCESS)
