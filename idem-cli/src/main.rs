@@ -2,6 +2,7 @@
 // The command runs in real time next to other processes, so it may read the clock directly.
 #![allow(clippy::disallowed_methods)]
 
+mod advice;
 mod conformance;
 mod doctor;
 mod generate;
@@ -12,6 +13,10 @@ mod report;
 mod response;
 mod scan;
 mod schema;
+#[cfg(feature = "serve")]
+mod serve;
+mod shape;
+mod shell;
 mod store;
 mod tls;
 mod watch;
@@ -27,6 +32,9 @@ use report::{Stop, hidden};
 #[derive(Parser)]
 #[command(name = "idem", version, max_term_width = 120, after_help = report::STATUSES)]
 struct CommandLine {
+    /// The store may be named before the command, too: clap copies these values to the same arguments of the command.
+    #[command(flatten)]
+    _store: store::StoreArguments,
     #[command(subcommand)]
     command: Command,
 }
@@ -37,6 +45,8 @@ enum Command {
     List(list::List),
     Stats(list::StatsOf),
     Watch(watch::WatchArguments),
+    #[cfg(feature = "serve")]
+    Serve(serve::ServeArguments),
     Show(records::Show),
     Resolve(records::Resolve),
     Reopen(records::Reopen),
@@ -69,6 +79,8 @@ impl Command {
             Self::List(it) => it.json,
             Self::Stats(it) => it.json,
             Self::Watch(it) => it.json,
+            #[cfg(feature = "serve")]
+            Self::Serve(it) => it.json,
             Self::Show(it) => it.json,
             Self::Resolve(it) => it.json(),
             Self::Reopen(it) => it.json(),
@@ -89,6 +101,8 @@ impl Command {
             Self::List(it) => list::list(it).await,
             Self::Stats(it) => list::stats(it).await,
             Self::Watch(it) => watch::main(it).await,
+            #[cfg(feature = "serve")]
+            Self::Serve(it) => serve::main(it).await,
             Self::Show(it) => records::show(it).await,
             Self::Resolve(it) => records::resolve(it).await,
             Self::Reopen(it) => records::reopen(it).await,
@@ -107,9 +121,14 @@ impl Command {
 }
 
 fn main() -> ExitCode {
-    let command = match CommandLine::try_parse() {
+    let arguments: Vec<_> = std::env::args_os().collect();
+    let command = match CommandLine::try_parse_from(&arguments) {
         Ok(arguments) => arguments.command,
-        Err(error) => return misused(&error),
+        Err(error) => {
+            // The arguments could not be parsed, so the text of each argument shows whether JSON is wanted.
+            let as_json = arguments.iter().skip(1).take_while(|it| *it != "--").any(|it| it == "--json");
+            return misused(&error, as_json);
+        }
     };
     // The checker of HTTP servers builds its own runtime.
     if let Command::Conformance(Conformance::Http(arguments)) = &command {
@@ -120,14 +139,23 @@ fn main() -> ExitCode {
     done.unwrap_or_else(|stop| stop.report(command.json()))
 }
 
-/// Prints clap's message without passwords: the message may quote a URL that the user wrote in the wrong place.
-fn misused(error: &clap::Error) -> ExitCode {
-    if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
-        return match report::print(error.to_string().as_bytes()) {
+/// Prints clap's message without passwords: the message may quote a URL that the user wrote in the wrong place. Help is
+/// printed unchanged.
+fn misused(error: &clap::Error, as_json: bool) -> ExitCode {
+    let text = error.to_string();
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => match report::print(text.as_bytes()) {
             Ok(()) => ExitCode::SUCCESS,
             Err(stop) => stop.report(false),
-        };
+        },
+        _ if as_json => Stop::Usage(text.trim().trim_start_matches("error: ").to_owned()).report(true),
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => unread(&text),
+        _ => unread(&hidden(&text)),
     }
-    let _ = std::io::Write::write_all(&mut std::io::stderr(), hidden(&error.to_string()).as_bytes());
+}
+
+fn unread(text: &str) -> ExitCode {
+    // The reader of standard error may be gone.
+    let _ = std::io::Write::write_all(&mut std::io::stderr(), text.as_bytes());
     ExitCode::from(2)
 }
