@@ -1,6 +1,7 @@
 //! `idem list` and `idem stats`.
 
 use std::io::Write;
+use std::num::NonZeroU32;
 use std::process::ExitCode;
 use std::str::FromStr;
 use std::time::Duration;
@@ -9,9 +10,10 @@ use idem_runtime::StoreExt;
 use idem_runtime::store::{Counts, Cursor, Filter, Standing};
 use serde_json::{Map, Value, json};
 
-use crate::records::object;
+use crate::records::{object, questions};
 use crate::report::{Output, STATUSES, Stop, human, printable};
 use crate::scan::{ListEnd, check_scan, each};
+use crate::shell::quoted;
 use crate::store::StoreArguments;
 
 /// Selection of records.
@@ -31,6 +33,13 @@ pub(crate) struct Which {
     /// Only records whose latest attempt began at least this long ago, as `90s`, `15m`, `24h` or `7d`
     #[arg(long, value_name = "TIME")]
     older_than: Option<Age>,
+    /// Only records whose key contains this text, as errors and logs show a key; upper and lower case differ
+    #[arg(long, value_name = "TEXT")]
+    contains: Option<String>,
+    /// Only records that have used up their attempts, if `max_attempts` of the handler is this number; `idem reopen`
+    /// lets the next delivery run
+    #[arg(long, value_name = "MAX_ATTEMPTS")]
+    attempts_exhausted: Option<NonZeroU32>,
     /// Allows a scan of the whole store in Redis and DynamoDB; Redis may then miss records and repeat others, DynamoDB
     /// bills the whole table as read
     #[arg(long)]
@@ -101,7 +110,8 @@ impl FromStr for Age {
     }
 }
 
-fn standing(name: &str) -> Result<Standing, String> {
+/// Parses the name of a standing.
+pub(crate) fn standing(name: &str) -> Result<Standing, String> {
     let known = || Standing::ALL.map(Standing::name).join(", ");
     Standing::ALL.into_iter().find(|it| it.name() == name).ok_or_else(|| format!("it is one of {}", known()))
 }
@@ -115,6 +125,8 @@ impl Which {
         }
         filter.scope = self.scope.as_deref().map(Into::into);
         filter.older_than = self.older_than.map(|age| age.0);
+        filter.contains = self.contains.as_deref().map(Into::into);
+        filter.attempts_exhausted = self.attempts_exhausted;
         filter.scan = self.scan;
         filter
     }
@@ -122,7 +134,7 @@ impl Which {
 
 pub(crate) async fn list(arguments: &List) -> Result<ExitCode, Stop> {
     check_scan(arguments.store.place()?.kind(), arguments.which.scan)?;
-    let store = arguments.store.open().await?;
+    let store = arguments.store.open_to_read().await?;
     let output = Output { json: arguments.json };
     let mut shown = 0;
     let limit = arguments.limit.max(1);
@@ -133,7 +145,9 @@ pub(crate) async fn list(arguments: &List) -> Result<ExitCode, Stop> {
         shown += 1;
         let began = found.began.map_or("?".to_owned(), human);
         let holder = found.holder().map_or(String::new(), |holder| format!("  ({})", printable(holder.as_str())));
-        let text = format!("{:<12} {began:>10}  attempt {}  {key}{holder}", found.standing().name(), found.attempt());
+        let doubt = questions(found).map_or(String::new(), |questions| format!("  {questions}"));
+        let text =
+            format!("{:<12} {began:>10}  attempt {}  {key}{holder}{doubt}", found.standing().name(), found.attempt());
         output.line(&object(key, store.name(), found), &text)?;
         Ok(shown < limit)
     })
@@ -157,7 +171,7 @@ fn rest(output: &Output, end: &ListEnd) -> Result<(), Stop> {
     }
     let mut errors = std::io::stderr();
     if let Some(next) = next {
-        let _ = writeln!(errors, "There may be more: --after '{next}'");
+        let _ = writeln!(errors, "There may be more: --after {}", quoted(next.as_str()));
     }
     if *unreadable > 0 {
         let _ = writeln!(errors, "{unreadable} entries are no records: another program keeps them there.");
@@ -167,7 +181,7 @@ fn rest(output: &Output, end: &ListEnd) -> Result<(), Stop> {
 
 pub(crate) async fn stats(arguments: &StatsOf) -> Result<ExitCode, Stop> {
     check_scan(arguments.store.place()?.kind(), arguments.which.scan)?;
-    let store = arguments.store.open().await?;
+    let store = arguments.store.open_to_read().await?;
     let filter = arguments.which.filter(arguments.after.as_deref());
     let stats = store.operator().stats(&filter, arguments.limit).await?;
     let output = Output { json: arguments.json };

@@ -9,16 +9,19 @@ use std::time::Duration;
 use bytes::Bytes;
 use clap::ValueEnum;
 use idem_runtime::codec::CodecName;
-use idem_runtime::operator::{Operator, Resolution};
-use idem_runtime::record::{Record, State, StoredResult};
+use idem_runtime::operator::Operator;
+use idem_runtime::record::{State, StoredResult};
 use idem_runtime::store::{Filter, Finish, Inspection, Revision, Standing};
 use idem_runtime::{Key, OnCrash, Store, StoreExt};
 use serde::de::IgnoredAny;
 use serde_json::{Value, json};
 
+use crate::advice::advice;
 use crate::report::{Output, STATUSES, Stop, confirm, human, millis, printable};
 use crate::response;
 use crate::scan;
+use crate::shape::{self, Model};
+use crate::shell::quoted;
 use crate::store::StoreArguments;
 
 /// Size in bytes of the largest result that the command reads from a file: far more than a policy allows by default
@@ -69,10 +72,10 @@ struct Change {
 /// Records the end of an operation that was interrupted, has lapsed or ended without a result; duplicates get this end.
 ///
 /// Refused while an attempt is running. Refused if a result is recorded, unless `--replace` states that it is wrong.
+/// Refused if the result has another shape than good results of the same scope; `--shape` prints that shape.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES, group = clap::ArgGroup::new("end").required(true))]
 pub(crate) struct Resolve {
-/// Refused if the result has another shape than good results of the same scope; `--shape` prints that shape.
     /// The key, as `<scope>/<text>`
     key: String,
     /// The operation completed with the result in this file (`-`: standard input), in the form of the handler's codec
@@ -88,9 +91,19 @@ pub(crate) struct Resolve {
     /// The operation completed (or failed permanently, with `=failed`), and its result is unknown
     #[arg(long, value_name = "END", group = "end", num_args = 0..=1, require_equals = true, default_missing_value = "completed")]
     without_result: Option<OperationEnd>,
+    /// Prints the shape of a good result (names and types of its fields, no values), and decides nothing
+    #[arg(long, group = "end")]
+    shape: bool,
     /// Codec of the handler; JSON is checked, other codecs are not
     #[arg(long, value_name = "NAME", default_value = "json")]
     codec: String,
+    /// Key of a record with a good result, whose shape the new result must have (default: other records of the scope,
+    /// or else the recorded result; in Redis and DynamoDB only the recorded result)
+    #[arg(long, value_name = "KEY")]
+    like: Option<String>,
+    /// Records a result whose shape differs from the shape of good results
+    #[arg(long, conflicts_with = "shape")]
+    other_shape: bool,
     /// Replaces the recorded result, which was wrong; the handler does not run in between
     #[arg(long)]
     replace: bool,
@@ -180,6 +193,9 @@ pub(crate) struct Purge {
     /// Maximum number of removed records (default: no limit)
     #[arg(long, value_name = "N")]
     limit: Option<u64>,
+    /// Has no effect: `purge` never asks for confirmation, because an expired record counts as absent
+    #[arg(long = "yes")]
+    _yes: bool,
     #[command(flatten)]
     store: StoreArguments,
     /// Prints one JSON object per line
@@ -218,7 +234,7 @@ impl Release {
 }
 
 /// Parses the key that was typed.
-fn key<S: Store + ?Sized>(operator: &Operator<'_, S>, shown: &str) -> Result<Key, Stop> {
+pub(crate) fn key<S: Store + ?Sized>(operator: &Operator<'_, S>, shown: &str) -> Result<Key, Stop> {
     operator.key(shown).map_err(|error| {
         Stop::Usage(format!(
             "`{shown}` is no key: {error}; write `<scope>/<text>`, as errors and logs show it (`idem key` makes one)"
@@ -227,7 +243,7 @@ fn key<S: Store + ?Sized>(operator: &Operator<'_, S>, shown: &str) -> Result<Key
 }
 
 pub(crate) async fn show(arguments: &Show) -> Result<ExitCode, Stop> {
-    let store = arguments.store.open().await?;
+    let store = arguments.store.open_to_read().await?;
     let operator = store.operator();
     let key = key(&operator, &arguments.key)?;
     let Some(found) = operator.inspect(&key).await? else { return Err(nothing(&key, store.name())) };
@@ -254,7 +270,7 @@ pub(crate) async fn show(arguments: &Show) -> Result<ExitCode, Stop> {
 
 /// Returns a result as text if its bytes are text, otherwise as hexadecimal digits. JSON is not parsed, so its numbers
 /// keep their form.
-fn content(bytes: &Bytes) -> (&'static str, String) {
+pub(crate) fn content(bytes: &Bytes) -> (&'static str, String) {
     match std::str::from_utf8(bytes) {
         Ok(text) if !text.contains(|c: char| c.is_control() && !matches!(c, '\n' | '\r' | '\t')) => {
             ("text", text.to_owned())
@@ -263,7 +279,7 @@ fn content(bytes: &Bytes) -> (&'static str, String) {
     }
 }
 
-fn nothing(key: &Key, store: &str) -> Stop {
+pub(crate) fn nothing(key: &Key, store: &str) -> Stop {
     Stop::Nothing(format!(
         "key `{key}` in {store}: there is no record; it has expired, was forgotten, or is in another namespace"
     ))
@@ -290,6 +306,7 @@ pub(crate) fn object(key: &Key, store: &str, found: &Inspection) -> Value {
         "traceparent": found.traceparent().map(|trace| trace.as_str().to_owned()),
         "decided_by": found.decided_by(),
         "decided_reason": found.decided_reason(),
+        "reconciliations": found.reconciliations(),
         "fingerprint": record.fingerprint.map(|print| print.short().to_string()),
     });
     // Only a pending record has a lease.
@@ -317,6 +334,26 @@ pub(crate) fn object(key: &Key, store: &str, found: &Inspection) -> Value {
     object
 }
 
+/// Returns how often the reconciler of the handler was asked, and how its latest question ended; `None` if the
+/// reconciler was not asked, or the operation has finished.
+pub(crate) fn questions(found: &Inspection) -> Option<String> {
+    let last = match found.standing() {
+        Standing::Running => "the latest attempt has asked".to_owned(),
+        Standing::Lapsed => "the last question was cut off".to_owned(),
+        Standing::Interrupted => {
+            let ago = found.began.map_or(String::new(), |began| format!(" {} ago", human(began)));
+            format!("the last one{ago} did not settle it")
+        }
+        _ => return None,
+    };
+    let times = match found.reconciliations() {
+        0 => return None,
+        1 => "once".to_owned(),
+        times => format!("{times} times"),
+    };
+    Some(format!("reconciler asked {times}, {last}"))
+}
+
 /// Returns the name of the recorded state.
 fn state(found: &Inspection) -> &'static str {
     match found.damage {
@@ -327,34 +364,40 @@ fn state(found: &Inspection) -> &'static str {
 
 /// Returns the record as text for a person, with the possible next steps.
 fn text(key: &Key, store: &str, found: &Inspection) -> String {
-    match &found.damage {
-        Some(why) => text_of_damage(key, store, found, why),
-        None => text_of_record(key, store, found),
-    }
+    facts(key, store, found).iter().map(|(name, value)| line(name, value)).collect::<Vec<_>>().concat()
 }
 
-fn text_of_damage(key: &Key, store: &str, found: &Inspection, why: &str) -> String {
-    let what_now = "every delivery fails until you decide: find out whether its handler is running and whether the effect \
-                    happened; `idem forget` removes the record, and the next delivery runs as the first one";
-    [
-        line("key", &key.to_string()),
-        line("store", store),
-        line("state", &format!("{}: {why}", state(found))),
-        line("revision", &found.revision().to_string()),
-        line("what now", what_now),
-    ]
-    .concat()
-}
-
-/// Formats one line of a record.
 fn line(name: &str, value: &str) -> String {
     format!("{name:<13}{}\n", printable(value))
 }
 
-fn text_of_record(key: &Key, store: &str, found: &Inspection) -> String {
+/// Name and value of a line about a record.
+pub(crate) type Fact = (&'static str, String);
+
+/// Returns the facts about a record for a person, and last the possible next steps.
+pub(crate) fn facts(key: &Key, store: &str, found: &Inspection) -> Vec<Fact> {
+    match &found.damage {
+        Some(why) => facts_of_damage(key, store, found, why),
+        None => facts_of_record(key, store, found),
+    }
+}
+
+fn facts_of_damage(key: &Key, store: &str, found: &Inspection, why: &str) -> Vec<Fact> {
+    let what_now = "every delivery fails until you decide: find out whether its handler is running and whether the effect \
+                    happened; `idem forget` removes the record, and the next delivery runs as the first one";
+    vec![
+        ("key", key.to_string()),
+        ("store", store.to_owned()),
+        ("state", format!("{}: {why}", state(found))),
+        ("revision", found.revision().to_string()),
+        ("what now", what_now.to_owned()),
+    ]
+}
+
+fn facts_of_record(key: &Key, store: &str, found: &Inspection) -> Vec<Fact> {
     let Inspection { record, expires_in, lapses_in, .. } = found;
-    let mut text = String::new();
-    let mut line = |name: &str, value: &str| text.push_str(&line(name, value));
+    let mut facts = Vec::new();
+    let mut line = |name, value: &str| facts.push((name, value.to_owned()));
     let ago = |time: Duration| format!("{} ago", human(time));
     let lapsed = found.standing() == Standing::Lapsed;
     line("key", &key.to_string());
@@ -398,16 +441,19 @@ fn text_of_record(key: &Key, store: &str, found: &Inspection) -> String {
     if let Some(trace) = found.traceparent() {
         line("trace", trace.trace_id());
     }
-    if let Some(by) = found.decided_by() {
+    if let Some(questions) = questions(found) {
+        line("in doubt", &questions);
+    } else if found.decided_by().is_some() || found.decided_reason().is_some() {
+        let by = found.decided_by().unwrap_or("unknown");
         let reason = found.decided_reason().map_or(String::new(), |reason| format!(": {reason}"));
         line("decided by", &format!("{by}{reason}"));
     }
     line("expires in", &human(*expires_in));
-    line("what now", advice(record, found.standing() == Standing::Running));
-    text
+    line("what now", &advice(record, lapses_in.unwrap_or(Duration::MAX)));
+    facts
 }
 
-fn described(result: &StoredResult) -> String {
+pub(crate) fn described(result: &StoredResult) -> String {
     match result {
         StoredResult::Encoded { codec, bytes } => format!("{} bytes of {}", bytes.len(), codec.as_str()),
         StoredResult::LeftOut { codec, size: Some(size) } => format!("{size} bytes of {}", codec.as_str()),
@@ -418,30 +464,10 @@ fn described(result: &StoredResult) -> String {
     }
 }
 
-/// Returns advice: what the next delivery does, and what an operator can do.
-fn advice(record: &Record, live: bool) -> &'static str {
-    match &record.state {
-        State::Pending { .. } if live => "it is running; if its process is gone for sure: `idem release --break-lease`",
-        State::Pending { on_crash: OnCrash::Fail, begun: true, .. } | State::Interrupted => {
-            "nothing runs until you decide: find out whether the effect happened; `idem resolve` if it did, `idem reopen` \
-             if it did not"
-        }
-        State::Pending { .. } => "the next delivery takes over",
-        State::Released => "the next delivery runs",
-        State::Completed(StoredResult::Encoded { .. }) | State::Failed(StoredResult::Encoded { .. }) => {
-            "duplicates are answered with the result; `idem resolve --replace` if it is wrong"
-        }
-        _ => {
-            "duplicates get an error that says so; `idem resolve --completed FILE` supplies the result, \
-              `--http-response FILE` that of a request"
-        }
-    }
-}
-
 /// Decision about a record.
-enum Act {
-    Resolve(Resolution, String),
-    Replace(Resolution, String),
+pub(crate) enum Act {
+    Resolve(Finish, String),
+    Replace(Finish, String),
     Reopen,
     Discard,
     Forget,
@@ -450,7 +476,7 @@ enum Act {
 
 impl Act {
     /// Returns the question before the decision, and the message after the decision.
-    fn words(&self, key: &Key, found: &Inspection, attempt: u32) -> (String, String) {
+    pub(crate) fn words(&self, key: &Key, found: &Inspection, attempt: u32) -> (String, String) {
         let about = match found.damage {
             Some(_) => format!("`{key}`, which is damaged"),
             None => format!("`{key}`, attempt {attempt}"),
@@ -498,54 +524,131 @@ impl Act {
             Self::BreakLease => "break_lease",
         }
     }
+
+    /// Makes the decision about the record that the person has seen.
+    pub(crate) async fn apply<S: Store + ?Sized>(
+        self,
+        operator: &Operator<'_, S>,
+        key: &Key,
+        seen: Revision,
+        store: &str,
+    ) -> Result<(), Stop> {
+        match self {
+            Self::Resolve(finish, _) => operator.resolve(key, seen, finish.into()).await?,
+            Self::Replace(finish, _) => operator.replace(key, seen, finish.into()).await?,
+            Self::Reopen => operator.reopen(key, seen).await?,
+            Self::Discard => operator.discard(key, seen).await?,
+            Self::BreakLease => operator.break_lease(key, seen).await?,
+            Self::Forget => {
+                if !operator.forget(key, seen).await? {
+                    return Err(nothing(key, store));
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
 pub(crate) async fn resolve(arguments: &Resolve) -> Result<ExitCode, Stop> {
-    let Resolve { key, completed, http_response, failed, without_result, codec, replace, change } = arguments;
+    let Resolve { key, completed, http_response, failed, without_result, codec, replace, change, .. } = arguments;
+    if arguments.shape {
+        return print_shape(arguments).await;
+    }
     // The result is read before the person is asked to confirm, so that a wrong file is reported before the question.
-    let (resolution, end) = match (completed, http_response, failed, without_result) {
+    let (finish, end) = match (completed, http_response, failed, without_result) {
         (_, Some(file), ..) => {
             let result = response::read(&bytes_of(file)?).map_err(|problem| wrong(file, &problem))?;
             let end = format!("completed with {}", described(&result));
-            (Finish::Completed(result).into(), end)
+            (Finish::Completed(result), end)
         }
         (Some(file), ..) => {
             let result = read(file, codec)?;
             let end = format!("completed with {}", described(&result));
-            (Finish::Completed(result).into(), end)
+            (Finish::Completed(result), end)
         }
         (.., Some(file), _) => {
             let result = read(file, codec)?;
             let end = format!("failed with {}", described(&result));
-            (Finish::Failed(result).into(), end)
+            (Finish::Failed(result), end)
         }
         (.., Some(OperationEnd::Failed)) => {
-            (Resolution::failed_without_result(), "failed, its error unknown".to_owned())
+            (Finish::Failed(StoredResult::Unencodable), "failed, its error unknown".to_owned())
         }
-        _ => (Resolution::completed_without_result(), "completed, its result unknown".to_owned()),
+        _ => (Finish::Completed(StoredResult::Unencodable), "completed, its result unknown".to_owned()),
     };
     let act = if *replace { Act::Replace } else { Act::Resolve };
-    decide(change, key, act(resolution, end)).await
+    let comparison = Comparison { like: arguments.like.as_deref(), other_shape: arguments.other_shape };
+    decide(change, key, act(finish, end), comparison).await
 }
 
+/// Options of the comparison of a new result with good results.
+#[derive(Clone, Copy, Default)]
+struct Comparison<'a> {
+    /// Key of a record with a good result.
+    like: Option<&'a str>,
+    /// True if a result is recorded even if its shape differs.
+    other_shape: bool,
+}
+
+/// Returns the model of good results for `key`; `None` if no good result is known. Redis and DynamoDB list no records
+/// without a scan.
+async fn model_of<S: Store + ?Sized>(
+    operator: &Operator<'_, S>,
+    key: &Key,
+    found: &Inspection,
+    completed: bool,
+    (like, kind): (Option<&str>, &str),
+) -> Result<Option<Model>, Stop> {
+    match like {
+        Some(like) => Ok(Some(shape::model_like(operator, &self::key(operator, like)?).await?)),
+        None => shape::model(operator, key, found, completed, scan::check_scan(kind, false).is_ok()).await,
+    }
+}
+
+/// Prints the shape of a good result for the key.
+async fn print_shape(arguments: &Resolve) -> Result<ExitCode, Stop> {
+    let store = arguments.change.store.open_to_read().await?;
+    let operator = store.operator();
+    let key = key(&operator, &arguments.key)?;
+    let Some(found) = operator.inspect(&key).await? else { return Err(nothing(&key, store.name())) };
+    let completed = !matches!(found.record.state, State::Failed(_));
+    let about = (arguments.like.as_deref(), store.name());
+    let Some(model) = model_of(&operator, &key, &found, completed, about).await? else {
+        return Err(Stop::Nothing(format!("key `{key}` in {}: {NO_MODEL}", store.name())));
+    };
+    let from: Vec<_> = model.from.iter().map(Key::to_string).collect();
+    let object = json!({
+        "key": key.to_string(), "store": store.name(), "action": "shape", "codec": model.codec(),
+        "shape": model.shape(), "from": from,
+    });
+    Output { json: arguments.change.json }.line(&object, &printable(&model.to_string()))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Text in place of a shape if no good result is known.
+const NO_MODEL: &str = "no good result is known to compare with; `--like KEY` names a record that has one";
+
 pub(crate) async fn reopen(arguments: &Reopen) -> Result<ExitCode, Stop> {
-    decide(&arguments.change, &arguments.key, Act::Reopen).await
+    decide(&arguments.change, &arguments.key, Act::Reopen, Comparison::default()).await
 }
 
 pub(crate) async fn discard(arguments: &Discard) -> Result<ExitCode, Stop> {
-    decide(&arguments.change, &arguments.key, Act::Discard).await
+    decide(&arguments.change, &arguments.key, Act::Discard, Comparison::default()).await
 }
 
 pub(crate) async fn forget(arguments: &Forget) -> Result<ExitCode, Stop> {
     match (&arguments.key, &arguments.prefix) {
         (_, Some(prefix)) => forget_all(arguments, prefix).await,
-        (key, None) => decide(&arguments.change, key.as_deref().unwrap_or_default(), Act::Forget).await,
+        (key, None) => {
+            let key = key.as_deref().unwrap_or_default();
+            decide(&arguments.change, key, Act::Forget, Comparison::default()).await
+        }
     }
 }
 
 pub(crate) async fn release(arguments: &Release) -> Result<ExitCode, Stop> {
     debug_assert!(arguments.break_lease, "required");
-    decide(&arguments.change, &arguments.key, Act::BreakLease).await
+    decide(&arguments.change, &arguments.key, Act::BreakLease, Comparison::default()).await
 }
 
 /// Removes, or lists, all records whose key starts with `prefix`.
@@ -556,7 +659,10 @@ async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> 
     };
     let place = change.store.place()?;
     scan::check_scan(place.kind(), *scan)?;
-    let store = change.store.open().await?;
+    let store = match dry_run {
+        true => change.store.open_to_read().await?,
+        false => change.store.open().await?,
+    };
     let operator = store.operator().by(change.by.clone().unwrap_or_else(user)).reason(&change.reason);
     let mut filter = Filter::new().scope(scope).limit(Filter::MAX_LIMIT);
     filter.scan = *scan;
@@ -625,7 +731,7 @@ async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> 
     }
 }
 
-async fn decide(change: &Change, shown: &str, act: Act) -> Result<ExitCode, Stop> {
+async fn decide(change: &Change, shown: &str, act: Act, comparison: Comparison<'_>) -> Result<ExitCode, Stop> {
     let store = change.store.open().await?;
     let operator = store.operator().by(change.by.clone().unwrap_or_else(user)).reason(&change.reason);
     let key = key(&operator, shown)?;
@@ -633,43 +739,88 @@ async fn decide(change: &Change, shown: &str, act: Act) -> Result<ExitCode, Stop
     let seen = match change.seen {
         Some(seen) => seen,
         None if change.yes => {
-            return Err(Stop::Usage(
-                "no revision shows which record you have seen; nothing was changed; add `--seen` with the revision that `idem \
-                 show` prints"
-                    .to_owned(),
-            ));
+            let shown = key.to_string();
+            return Err(Stop::Usage(format!(
+                "no revision shows which record you have seen; nothing was changed; add `--seen` with the revision that \
+                 `idem show {}` prints",
+                quoted(&shown)
+            )));
         }
         // Without `--seen`, the decision names the revision that the question shows.
         None => found.revision(),
     };
     let attempt = seen.attempt();
     let (question, done) = act.words(&key, &found, attempt);
-    confirm(change.yes, &text(&key, store.name(), &found), &question)?;
-    let name = act.name();
-    match act {
-        Act::Resolve(resolution, _) => operator.resolve(&key, seen, resolution).await?,
-        Act::Replace(resolution, _) => operator.replace(&key, seen, resolution).await?,
-        Act::Reopen => operator.reopen(&key, seen).await?,
-        Act::Discard => operator.discard(&key, seen).await?,
-        Act::BreakLease => operator.break_lease(&key, seen).await?,
-        Act::Forget => {
-            if !operator.forget(&key, seen).await? {
-                return Err(nothing(&key, store.name()));
-            }
-        }
+    let mut about = text(&key, store.name(), &found);
+    if let Act::Resolve(finish, _) | Act::Replace(finish, _) = &act {
+        about.push_str(&checked(&operator, store.name(), &key, &found, finish, comparison).await?);
     }
+    confirm(change.yes, &about, &question)?;
+    let name = act.name();
+    act.apply(&operator, &key, seen, store.name()).await?;
     let object = json!({ "key": key.to_string(), "store": store.name(), "action": name, "attempt": attempt });
     Output { json: change.json }.line(&object, &done)?;
     Ok(ExitCode::SUCCESS)
 }
 
+/// Compares the result that is to be recorded with good results. Returns the lines of this comparison, for the
+/// question.
+async fn checked<S: Store + ?Sized>(
+    operator: &Operator<'_, S>,
+    store: &str,
+    key: &Key,
+    found: &Inspection,
+    finish: &Finish,
+    comparison: Comparison<'_>,
+) -> Result<String, Stop> {
+    if !matches!(finish.result(), StoredResult::Encoded { .. }) {
+        return Ok(String::new());
+    }
+    let about = (comparison.like, store);
+    let Some(model) = model_of(operator, key, found, shape::completes(finish), about).await? else {
+        return Ok(line("good result", NO_MODEL));
+    };
+    let mut lines = line("good result", &model.to_string());
+    let differences = model.differences(finish.result());
+    match differences.is_empty() {
+        true => {}
+        false if comparison.other_shape => lines.push_str(&line("differs", &differences.join("; "))),
+        false => {
+            let found = differences.join("; ");
+            return Err(Stop::Refused(format!(
+                "key `{key}` in {store}: the result has not the shape of a good result: {found}; nothing was changed; a good \
+                 result is {model}; correct the file, or add `--other-shape` if the handler decodes it"
+            )));
+        }
+    }
+    Ok(lines)
+}
+
 /// Returns the name of the current user.
-fn user() -> String {
+pub(crate) fn user() -> String {
     ["USER", "LOGNAME", "USERNAME"].iter().find_map(|name| std::env::var(name).ok()).unwrap_or_default()
 }
 
 fn wrong(path: &Path, problem: &str) -> Stop {
     Stop::Usage(format!("the result in `{}` can't be recorded: {problem}", path.display()))
+}
+
+/// Returns the result with these bytes, in the form of `codec`. The error names the position of a problem but never the
+/// content, which may be customer data.
+pub(crate) fn encoded(mut bytes: Bytes, codec: CodecName) -> Result<StoredResult, String> {
+    if codec.as_str() == "json" {
+        bytes = bytes.slice_ref(bytes.trim_ascii());
+        if let Err(error) = serde_json::from_slice::<IgnoredAny>(&bytes) {
+            return Err(format!("it is not JSON, at line {} column {}", error.line(), error.column()));
+        }
+    }
+    Ok(StoredResult::Encoded { codec, bytes })
+}
+
+/// Parses the name of a codec.
+pub(crate) fn codec_name(codec: &str) -> Result<CodecName, Stop> {
+    let problem = || Stop::Usage(format!("`{codec}` is no codec: its name has 1 to 15 bytes of ASCII"));
+    CodecName::new(codec.as_bytes()).ok_or_else(problem)
 }
 
 /// Reads a file, or standard input.
@@ -688,18 +839,8 @@ fn bytes_of(path: &Path) -> Result<Bytes, Stop> {
 
 /// Reads the result in the file at `path`, in the form of `codec`.
 fn read(path: &Path, codec: &str) -> Result<StoredResult, Stop> {
-    let Some(codec) = CodecName::new(codec.as_bytes()) else {
-        return Err(Stop::Usage(format!("`{codec}` is no codec: its name has 1 to 15 bytes of ASCII")));
-    };
-    let mut bytes = bytes_of(path)?;
-    if codec.as_str() == "json" {
-        bytes = bytes.slice_ref(bytes.trim_ascii());
-        // The error names the position but never the content, because the file may contain customer data.
-        if let Err(error) = serde_json::from_slice::<IgnoredAny>(&bytes) {
-            return Err(wrong(path, &format!("it is not JSON, at line {} column {}", error.line(), error.column())));
-        }
-    }
-    Ok(StoredResult::Encoded { codec, bytes })
+    let codec = codec_name(codec)?;
+    encoded(bytes_of(path)?, codec).map_err(|problem| wrong(path, &problem))
 }
 
 pub(crate) async fn purge(arguments: &Purge) -> Result<ExitCode, Stop> {

@@ -115,14 +115,20 @@ pub(crate) fn chain(error: &dyn Error) -> String {
     text
 }
 
+/// Placeholders for logins in the URLs of messages and help texts. A placeholder contains no password.
+const PLACEHOLDERS: [&str; 2] = ["[user:password@]", "[user[:password]@]"];
+
 /// Removes the logins of URLs from a text, so that a URL in a message leaves no password in a log.
 pub(crate) fn hidden(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     let mut rest = text;
     while let Some((before, after)) = rest.split_once("://") {
+        // The rest of the word is still searched: a user may have typed a URL behind a placeholder.
+        let placeholder = PLACEHOLDERS.into_iter().find(|it| after.starts_with(it)).unwrap_or_default();
+        let after = &after[placeholder.len()..];
         let is_end = |c: char| c.is_whitespace() || matches!(c, '/' | '?' | '`' | '"' | '\'');
         let authority = &after[..after.find(is_end).unwrap_or(after.len())];
-        shown.extend([before, "://"]);
+        shown.extend([before, "://", placeholder]);
         // A password may contain characters that should have been escaped, so the login extends to the last `@` before
         // white space.
         let word = &after[..after.find(char::is_whitespace).unwrap_or(after.len())];
@@ -269,10 +275,19 @@ mod tests {
                 "redis-sentinel://h/main?sentinel_password=***&tls=true",
             ),
             ("host=h password=secret user=u", "host=h password=*** user=u"),
+            ("redis://[user:password@]bob:secret@host", "redis://[user:password@]***@host"),
+            ("redis://[bob:secret@]host", "redis://***@]host"),
         ];
         for (text, expected) in shown {
             assert_eq!(hidden(text), expected);
         }
+    }
+
+    #[test]
+    fn the_forms_of_urls_in_messages_stay_whole() {
+        let forms = "redis://[user:password@]host[:port][/database], redis-cluster://host[:port][,host…] or \
+                     `postgres://[user[:password]@]host[:port][/database]`";
+        assert_eq!(hidden(forms), forms);
     }
 
     #[test]

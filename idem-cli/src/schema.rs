@@ -31,7 +31,8 @@ impl Schema {
 #[command(after_help = STATUSES)]
 pub(crate) struct Print {
     /// Kind of the store
-    store: Kind,
+    #[arg(value_name = "STORE")]
+    kind: Kind,
     /// Schema of PostgreSQL
     #[arg(long, value_name = "NAME", default_value = "idem")]
     schema: String,
@@ -115,7 +116,7 @@ fn print(arguments: &Print) -> Result<ExitCode, Stop> {
     let output = Output { json: arguments.json };
     for_postgres(
         arguments.partitions,
-        arguments.store.to_possible_value().is_some_and(|it| it.matches("postgres", false)),
+        arguments.kind.to_possible_value().is_some_and(|it| it.matches("postgres", false)),
     )?;
     for (part, text) in definition(arguments) {
         output.line(&json!({ "part": part, "text": text }), &format!("{text}\n"))?;
@@ -124,7 +125,7 @@ fn print(arguments: &Print) -> Result<ExitCode, Stop> {
 }
 
 fn definition(arguments: &Print) -> Vec<(&'static str, String)> {
-    match arguments.store {
+    match arguments.kind {
         #[cfg(feature = "postgres")]
         Kind::Postgres => {
             let quoted = |name: &str| format!("\"{}\"", name.replace('"', "\"\""));
@@ -199,7 +200,18 @@ async fn migrate(arguments: &Migrate) -> Result<ExitCode, Stop> {
     let kind = place.kind();
     for_postgres(arguments.partitions, kind == "postgres")?;
     confirm(arguments.yes, "", &format!("Create what is missing in {kind}"))?;
-    place.create(arguments.partitions, arguments.store.timeout()).await?;
+    let timeout = arguments.store.timeout();
+    place.create(arguments.partitions, timeout).await?;
+    // Only a missing table is created, so an existing table may still lack a column or the index.
+    let differences = place.differences(arguments.partitions, timeout).await?;
+    let differences = differences.unwrap_or_else(|| vec!["the table is missing".to_owned()]);
+    if !differences.is_empty() {
+        return Err(Stop::Refused(format!(
+            "{kind} has a table that this release can't use as it is, and `migrate` alters no table: {}; `idem schema \
+             print {kind}` prints the definition",
+            differences.join("; ")
+        )));
+    }
     let text = format!("{kind} has what this release needs");
     Output { json: arguments.json }.line(&json!({ "store": kind, "action": "migrate" }), &text)?;
     Ok(ExitCode::SUCCESS)

@@ -14,7 +14,7 @@ use run::Checker;
 use serde_json::json;
 use wire::Server;
 
-use crate::report::{CLOSED_PIPE, time_limit};
+use crate::report::{self, CLOSED_PIPE, time_limit};
 
 const BUILT_IN: &str = include_str!("../../cases/http.json");
 
@@ -94,15 +94,9 @@ pub(crate) fn main(arguments: &HttpArguments) -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
         Err(Stop::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::from(CLOSED_PIPE),
-        Err(Stop::Output(error)) => complain(&format!("can't write: {error}")),
-        Err(Stop::Error(text)) => complain(&text),
+        Err(Stop::Output(error)) => report::Stop::Usage(format!("can't write: {error}")).report(arguments.json),
+        Err(Stop::Error(text)) => report::Stop::Usage(text).report(arguments.json),
     }
-}
-
-fn complain(text: &str) -> ExitCode {
-    // The reader of standard error may be gone as well.
-    let _ = writeln!(io::stderr(), "idem: {text}");
-    ExitCode::from(2)
 }
 
 /// Returns whether all required cases pass.

@@ -50,7 +50,7 @@ pub(crate) async fn examine(table: &Table, timeout: Duration, findings: &mut Fin
                 "deletion protection",
                 "off",
                 "if the table is deleted, all records are forgotten, and their operations run again",
-                "`aws dynamodb update-table --deletion-protection-enabled`",
+                &format!("`{}`", table.aws(&["update-table", "--deletion-protection-enabled"])),
             ),
         }
     }
@@ -79,7 +79,14 @@ pub(crate) async fn examine(table: &Table, timeout: Duration, findings: &mut Fin
             "ttl",
             "off",
             "expired records are never removed, and the table grows for ever",
-            "`aws dynamodb update-time-to-live --time-to-live-specification Enabled=true,AttributeName=purge_at`",
+            &format!(
+                "`{}`",
+                table.aws(&[
+                    "update-time-to-live",
+                    "--time-to-live-specification",
+                    "Enabled=true,AttributeName=purge_at"
+                ])
+            ),
         ),
     }
     Ok(())

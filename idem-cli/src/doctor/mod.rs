@@ -18,7 +18,7 @@ use serde_json::json;
 use crate::report::{Output, STATUSES, Stop, hidden};
 #[cfg(feature = "redis")]
 use crate::store::redis::NAMESPACE;
-use crate::store::{Server, StoreArguments};
+use crate::store::{Access, Server, StoreArguments};
 
 /// Checks the server of a store: durability, rights of the login, and a probe key through all operations.
 ///
@@ -121,10 +121,10 @@ async fn examine(
 
 pub(crate) async fn main(arguments: &DoctorArguments) -> Result<ExitCode, Stop> {
     let place = arguments.store.place()?;
-    let (namespace, timeout) = (arguments.store.namespace()?, arguments.store.timeout());
+    let (namespace, timeout) = (arguments.store.namespace(&*place)?, arguments.store.timeout());
     let mut findings = Findings::default();
     examine(place.server(), namespace.as_deref(), timeout, &mut findings).await?;
-    match place.open(namespace, timeout).await {
+    match place.open(namespace, timeout, Access::Write).await {
         Ok(store) => probe::probe(&*store, &mut findings).await,
         Err(Stop::Unreachable(found)) => findings.error(
             "open",

@@ -66,7 +66,12 @@ async fn check(database: &Database, client: &Client, findings: &mut Findings) ->
     }
     let standby: bool = one(client, "SELECT pg_is_in_recovery()", &[]).await?;
     if standby {
-        findings.error("role", "a standby", "it takes no writes: the store refuses to open", "connect to the primary");
+        findings.error(
+            "role",
+            "a standby",
+            "it takes no writes: handlers and decisions fail; `idem show`, `list`, `stats` and `watch` work",
+            "connect to the primary",
+        );
     }
     replication(client, findings).await?;
     let found = differences(client, &database.schema).await?;

@@ -8,7 +8,7 @@ use idem_runtime::record::StoredResult;
 use idem_runtime::store::{
     Action, Decision, DecisionAnswer, Finish, Lease, Release, Reservation, ReserveRequest, Verdict, renew_all,
 };
-use idem_runtime::{Json, Key, Store, StoreError};
+use idem_runtime::{Json, Key, Store, StoreError, StoreErrorKind};
 
 use super::Findings;
 use crate::report::{chain, human};
@@ -20,11 +20,33 @@ const TTL: Duration = Duration::from_secs(60);
 const SLOW: Duration = Duration::from_millis(250);
 
 /// Wrong answer of a store.
-struct WrongAnswer(String);
+struct WrongAnswer {
+    text: String,
+    /// Kind of the store's error; `None` if the store answered, but not as expected.
+    kind: Option<StoreErrorKind>,
+}
 
 impl From<StoreError> for WrongAnswer {
     fn from(error: StoreError) -> Self {
-        Self(chain(&error))
+        Self { text: chain(&error), kind: Some(error.kind()) }
+    }
+}
+
+/// Returns the remedy for an operation that failed with this kind of error.
+fn remedy(kind: Option<StoreErrorKind>) -> &'static str {
+    match kind {
+        Some(StoreErrorKind::Full) => {
+            "make room: give the server more memory or disk, or shorten `ttl` and results; `idem purge` removes expired \
+             records from PostgreSQL and SQLite"
+        }
+        Some(StoreErrorKind::Misconfigured | StoreErrorKind::Unsupported) => {
+            "correct the setting that the message names, or give the login the rights that docs/cli.md and `idem schema \
+             print` list"
+        }
+        Some(StoreErrorKind::Unavailable | StoreErrorKind::Unconfirmed) => {
+            "look at the network between here and the server, and at the server's load and log; then run this again"
+        }
+        _ => "`idem conformance store` shows which rule of the contract for stores the server breaks",
     }
 }
 
@@ -98,7 +120,7 @@ impl Probe<'_> {
 }
 
 fn unexpected(answer: &impl std::fmt::Debug) -> WrongAnswer {
-    WrongAnswer(format!("unexpected answer {answer:?}"))
+    WrongAnswer { text: format!("unexpected answer {answer:?}"), kind: None }
 }
 
 fn applied(verdict: Option<Verdict>) -> Result<(), WrongAnswer> {
@@ -133,11 +155,33 @@ pub(super) async fn probe(store: &dyn Store, findings: &mut Findings) {
         Ok(()) => {
             findings.ok("probe", format!("{steps} operations done; the slowest, `{slowest}`, took {}", human(took)));
         }
-        Err(WrongAnswer(said)) => findings.error(
+        Err(WrongAnswer { text, kind }) => findings.error(
             "probe",
-            format!("`{step}` failed: {said}"),
+            format!("`{step}` failed: {text}"),
             "handlers meet the same failure; the probe's record expires within two minutes",
-            "if a permission is missing, give the login the rights that docs/cli.md and `idem schema print` list",
+            remedy(kind),
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_remedy_for_a_failed_probe_fits_the_kind_of_the_failure() {
+        for (kind, says) in [
+            (StoreErrorKind::Full, "make room"),
+            (StoreErrorKind::Misconfigured, "the rights"),
+            (StoreErrorKind::Unsupported, "the rights"),
+            (StoreErrorKind::Unavailable, "network"),
+            (StoreErrorKind::Unconfirmed, "network"),
+            (StoreErrorKind::Corrupt, "`idem conformance store`"),
+        ] {
+            let advice = remedy(Some(kind));
+            assert!(advice.contains(says), "{kind:?}: {advice}");
+            assert_eq!(advice.contains("rights"), says == "the rights", "{kind:?}: {advice}");
+        }
+        assert!(remedy(None).contains("`idem conformance store`"));
     }
 }

@@ -169,6 +169,12 @@ fn eviction(info: &Info<'_>, findings: &mut Findings) {
     let percent = used.saturating_mul(100).checked_div(most).unwrap_or_default();
     let found = format!("{} MiB used", used >> 20);
     match percent {
+        100.. if matches!(policy, "noeviction" | "") => findings.error(
+            "memory",
+            format!("{found}, {percent} % of maxmemory"),
+            "the server refuses new keys: no handler runs",
+            "give it more memory (`CONFIG SET maxmemory` and `CONFIG REWRITE`), or shorten `ttl` and results",
+        ),
         90.. => findings.warning(
             "memory",
             format!("{found}, {percent} % of maxmemory"),

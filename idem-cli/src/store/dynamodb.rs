@@ -24,8 +24,9 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio_rustls::rustls::pki_types::ServerName;
 
-use super::{Place, PlaceFuture, Server, parameters};
+use super::{Access, Place, PlaceFuture, Server, parameters};
 use crate::report::{Stop, chain};
+use crate::shell;
 use crate::tls;
 
 /// Size in bytes of the longest answer that is read: more than any item or table description needs.
@@ -87,6 +88,14 @@ impl Table {
         Ok((Client::from_conf(config.build()), date))
     }
 
+    /// Returns the command line of `aws dynamodb` for this table.
+    pub(crate) fn aws(&self, words: &[&str]) -> String {
+        let (verb, rest) = words.split_first().expect("a verb");
+        let endpoint = self.endpoint.iter().flat_map(|endpoint| ["--endpoint-url", endpoint]);
+        let table = ["aws", "dynamodb", verb, "--region", &self.region, "--table-name", &self.name];
+        shell::line(table.into_iter().chain(endpoint).chain(rest.iter().copied()))
+    }
+
     fn store(&self, namespace: Option<String>, timeout: Duration) -> Result<DynamoStore, Stop> {
         let options = DynamoStore::options().response_timeout(timeout).namespace(namespace.unwrap_or_default());
         Ok(options.build(self.client()?.0, &self.name))
@@ -100,12 +109,12 @@ impl Place for Table {
 
     fn look_up(&self, namespace: Option<&str>, key: &str) -> (String, String) {
         let name = format!("{}{key}", namespace.unwrap_or_default());
-        let item = serde_json::json!({ "key": { "S": name } }).to_string().replace('\'', "'\\''");
-        let command = format!("aws dynamodb get-item --table-name {} --key '{item}'", self.name);
+        let item = serde_json::json!({ "key": { "S": name } }).to_string();
+        let command = self.aws(&["get-item", "--key", &item]);
         (name, command)
     }
 
-    fn open(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Arc<dyn Store>> {
+    fn open(&self, namespace: Option<String>, timeout: Duration, _: Access) -> PlaceFuture<'_, Arc<dyn Store>> {
         Box::pin(std::future::ready(self.store(namespace, timeout).map(|store| Arc::new(store) as _)))
     }
 

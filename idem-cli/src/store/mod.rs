@@ -31,20 +31,32 @@ const KNOWN: [&str; 8] =
 pub(crate) struct StoreArguments {
     /// URL of the store; docs/cli.md lists the forms (default: the variable `IDEM_STORE`, which keeps passwords out of
     /// process lists)
-    #[arg(long, value_name = "URL")]
+    #[arg(long, value_name = "URL", global = true)]
     store: Option<String>,
     /// Namespace that the application gives its store (default: the variable `IDEM_NAMESPACE`, or else the store's own
     /// default)
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", global = true)]
     namespace: Option<String>,
     /// Time limit for an answer of the store, as `10s` or `2m`
-    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = time_limit)]
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = time_limit, global = true)]
     timeout: Duration,
 }
 
 impl StoreArguments {
-    /// Returns the namespace, if it is set.
-    pub(crate) fn namespace(&self) -> Result<Option<String>, Stop> {
+    /// Returns the namespace, if it is set. Fails if records of `place` have no namespace.
+    pub(crate) fn namespace(&self, place: &dyn Place) -> Result<Option<String>, Stop> {
+        match (self.any_namespace()?, place.without_namespace()) {
+            (Some(_), Some(instead)) => Err(Stop::Usage(format!(
+                "the records of {} have no namespace, so `--namespace` and IDEM_NAMESPACE select none of them: leave both \
+                 out; {instead}",
+                place.kind()
+            ))),
+            (namespace, _) => Ok(namespace),
+        }
+    }
+
+    /// Returns the namespace, if it is set, for keys of no particular store.
+    pub(crate) fn any_namespace(&self) -> Result<Option<String>, Stop> {
         match &self.namespace {
             Some(namespace) => Ok(Some(namespace.clone())),
             None => variable("IDEM_NAMESPACE"),
@@ -71,7 +83,17 @@ impl StoreArguments {
 
     /// Opens the store, which must exist.
     pub(crate) async fn open(&self) -> Result<Arc<dyn Store>, Stop> {
-        self.place()?.open(self.namespace()?, self.timeout()).await
+        self.open_for(Access::Write).await
+    }
+
+    /// Opens the store, which must exist, for commands that only read.
+    pub(crate) async fn open_to_read(&self) -> Result<Arc<dyn Store>, Stop> {
+        self.open_for(Access::Read).await
+    }
+
+    async fn open_for(&self, access: Access) -> Result<Arc<dyn Store>, Stop> {
+        let place = self.place()?;
+        place.open(self.namespace(&*place)?, self.timeout(), access).await
     }
 }
 
@@ -87,6 +109,14 @@ fn variable(name: &str) -> Result<Option<String>, Stop> {
 /// Future that a method of [`Place`] returns.
 pub(crate) type PlaceFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T, Stop>> + 'a>>;
 
+/// Purpose for which a command opens a store.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Access {
+    /// The command only reads, so a standby suffices.
+    Read,
+    Write,
+}
+
 /// Location of records, for one kind of store.
 pub(crate) trait Place {
     /// Returns the name of this kind of store in errors and logs.
@@ -96,8 +126,14 @@ pub(crate) trait Place {
     /// client that shows the record. The command line can be pasted into a shell, and has no password.
     fn look_up(&self, namespace: Option<&str>, key: &str) -> (String, String);
 
+    /// Returns a text that names what keeps the records of applications apart in this store; `None` if a namespace
+    /// does.
+    fn without_namespace(&self) -> Option<&'static str> {
+        None
+    }
+
     /// Opens the store, which must exist.
-    fn open(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Arc<dyn Store>>;
+    fn open(&self, namespace: Option<String>, timeout: Duration, access: Access) -> PlaceFuture<'_, Arc<dyn Store>>;
 
     /// Creates the missing parts of the schema (in PostgreSQL, with this number of partitions).
     fn create(&self, partitions: Option<u16>, timeout: Duration) -> PlaceFuture<'_, ()>;
@@ -172,6 +208,11 @@ fn columns(sql: &str) -> Vec<&str> {
     let lines = table.lines().skip(1).take_while(|line| line.starts_with("    "));
     lines.filter_map(|line| line.split_whitespace().next()).collect()
 }
+
+/// Difference of a table without the index that a purge reads.
+const NO_INDEX_FOR_PURGES: &str = "there is no index on `listed_at`: purging reads the whole table";
+/// Difference of a table without the index of the keys that wait for a decision.
+const NO_INDEX_FOR_DECISIONS: &str = "there is no index on `key` where `on_crash_fail`: counting the keys that wait for a decision reads the whole table";
 
 /// Lists the differences between the existing columns and the columns that the statement creates.
 #[cfg(any(feature = "postgres", feature = "sqlite"))]

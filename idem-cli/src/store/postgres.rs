@@ -4,12 +4,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use idem_runtime::{PostgresStore, Store};
-use tokio_postgres::config::SslMode;
+use tokio_postgres::config::{Host, SslMode};
 use tokio_postgres::types::{ToSql, Type};
 use tokio_postgres::{Client, Config, NoTls, Row};
 
-use super::{Place, PlaceFuture, Server, compare, parameters};
+use super::{Access, NO_INDEX_FOR_DECISIONS, NO_INDEX_FOR_PURGES, Place, PlaceFuture, Server, compare, parameters};
 use crate::report::{Stop, chain};
+use crate::shell;
 use crate::tls;
 
 /// Version of the table's layout that this release needs. The comment on the table in PostgreSQL starts with this text.
@@ -53,6 +54,28 @@ impl Database {
         if self.behind_pgbouncer { options.behind_pgbouncer() } else { options }
     }
 
+    /// Returns the command line of `psql` that asks `question`. `psql` asks for the password, or reads it from
+    /// `~/.pgpass`.
+    fn psql(&self, question: &str) -> String {
+        let config: Config = self.url.parse().unwrap_or_default();
+        let host = |host: &Host| match host {
+            Host::Tcp(name) => name.clone(),
+            #[cfg(unix)]
+            Host::Unix(path) => path.to_string_lossy().into_owned(),
+        };
+        let hosts = config.get_hosts().iter().map(host).collect::<Vec<_>>().join(",");
+        let ports = config.get_ports().iter().map(u16::to_string).collect::<Vec<_>>().join(",");
+        let user = config.get_user().unwrap_or_default();
+        let given = [("-h", &*hosts), ("-p", &ports), ("-U", user), ("-d", config.get_dbname().unwrap_or_default())];
+        let given = given.into_iter().filter(|(_, value)| !value.is_empty());
+        let words = given.flat_map(|(option, value)| [option, value]).chain(["-x", "-c", question]);
+        let psql = shell::line(["psql"].into_iter().chain(words));
+        match config.get_ssl_mode() {
+            SslMode::Require => format!("PGSSLMODE=require {psql}"),
+            _ => psql,
+        }
+    }
+
     /// Opens a plain connection, without the settings of a store.
     pub(crate) async fn connect(&self, timeout: Duration) -> Result<Client, Stop> {
         let unreachable =
@@ -86,11 +109,17 @@ impl Place for Database {
 
     fn look_up(&self, _: Option<&str>, key: &str) -> (String, String) {
         let (schema, quoted) = (self.schema.replace('"', "\"\""), key.replace('\'', "''"));
-        (key.to_owned(), format!("SELECT * FROM \"{schema}\".records WHERE key = '{quoted}'"))
+        let question = format!("SELECT * FROM \"{schema}\".records WHERE key = '{quoted}'");
+        (key.to_owned(), self.psql(&question))
     }
 
-    fn open(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Arc<dyn Store>> {
-        let options = self.options(timeout).namespace(namespace.unwrap_or_default());
+    fn without_namespace(&self) -> Option<&'static str> {
+        Some("`?schema=NAME` in the URL names the schema of another application")
+    }
+
+    fn open(&self, _: Option<String>, timeout: Duration, access: Access) -> PlaceFuture<'_, Arc<dyn Store>> {
+        let options = self.options(timeout);
+        let options = if access == Access::Read { options.read_only() } else { options };
         Box::pin(async move { Ok(Arc::new(options.connect(&self.url).await?) as _) })
     }
 
@@ -168,13 +197,15 @@ pub(crate) async fn differences(client: &Client, schema: &str) -> Result<Option<
                     c.relkind = 'p' OR coalesce(array_to_string(c.reloptions, ',') ~ 'fillfactor', false), \
                     (SELECT array_agg(attname::text) FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped), \
                     EXISTS (SELECT FROM pg_index i JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = i.indkey[0] \
-                            WHERE i.indrelid = c.oid AND i.indisvalid AND a.attname = 'listed_at') \
+                            WHERE i.indrelid = c.oid AND i.indisvalid AND a.attname = 'listed_at'), \
+                    EXISTS (SELECT FROM pg_index i WHERE i.indrelid = c.oid AND i.indisvalid \
+                            AND pg_get_expr(i.indpred, i.indrelid) = 'on_crash_fail') \
                     FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace \
                     WHERE n.nspname = $1 AND c.relname = 'records'";
     let rows = ask(client, question, &[schema]).await?;
     let Some(row) = rows.first() else { return Ok(None) };
     let (comment, has_room): (Option<String>, bool) = (row.get(0), row.get(1));
-    let (found, indexed): (Option<Vec<String>>, bool) = (row.get(2), row.get(3));
+    let (found, indexed, counted): (Option<Vec<String>>, bool, bool) = (row.get(2), row.get(3), row.get(4));
     let mut differences = compare(&PostgresStore::schema_sql(schema), &found.unwrap_or_default());
     let comment = comment.unwrap_or_default();
     let version = comment.split([' ', ':', ';', ',']).take(2).collect::<Vec<_>>().join(" ");
@@ -182,7 +213,10 @@ pub(crate) async fn differences(client: &Client, schema: &str) -> Result<Option<
         differences.push(format!("its comment names the version `{version}`, not `{VERSION}`"));
     }
     if !indexed {
-        differences.push("there is no index on `listed_at`: purging reads the whole table".to_owned());
+        differences.push(NO_INDEX_FOR_PURGES.to_owned());
+    }
+    if !counted {
+        differences.push(NO_INDEX_FOR_DECISIONS.to_owned());
     }
     let partitions = partitions(client, schema).await?;
     let without = partitions.iter().filter(|(_, options)| !options.contains("fillfactor"));

@@ -6,10 +6,11 @@ use std::time::Duration;
 
 use idem_runtime::{RedisStore, Store};
 use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, Client, IntoConnectionInfo};
+use redis::{AsyncConnectionConfig, Client, ConnectionAddr, IntoConnectionInfo};
 
-use super::{Place, PlaceFuture, Server, parameters};
+use super::{Access, Place, PlaceFuture, Server, parameters};
 use crate::report::Stop;
+use crate::shell;
 use crate::tls;
 
 /// Default namespace: the start of every key in Redis.
@@ -52,6 +53,24 @@ impl Servers {
         Ok(Self { url: url.to_owned(), topology })
     }
 
+    /// Returns the command line of `redis-cli`, without the command for the server. `redis-cli` reads the password from
+    /// the variable `REDISCLI_AUTH`.
+    fn redis_cli(&self) -> String {
+        match &self.topology {
+            Topology::One(url) => client(url, None),
+            Topology::Cluster(urls) => urls.first().map(|url| format!("{} -c", client(url, None))).unwrap_or_default(),
+            Topology::Sentinels { sentinels, name, primary } => {
+                // The sentinels know the address of the primary, which changes with each failover.
+                let sentinel = sentinels.first().map(|url| client(url, None)).unwrap_or_default();
+                let ask = |line: u8| {
+                    let question = shell::line(["SENTINEL", "get-master-addr-by-name", name]);
+                    format!("\"$({sentinel} {question} | sed -n {line}p)\"")
+                };
+                client(&primary.replace("{}", "primary:1"), Some([ask(1), ask(2)]))
+            }
+        }
+    }
+
     /// Opens a plain connection: to the server, to the primary, or to the first node of a cluster that answers.
     pub(crate) async fn connect(&self, timeout: Duration) -> Result<MultiplexedConnection, Stop> {
         tls::provide();
@@ -70,6 +89,45 @@ impl Servers {
             }
         }
     }
+}
+
+/// Returns the command line of `redis-cli` for the server at `url`. `address` holds the host and the port, as words of
+/// a shell, if the URL does not name them.
+fn client(url: &str, address: Option<[String; 2]>) -> String {
+    let Ok(info) = url.into_connection_info() else { return "redis-cli".to_owned() };
+    let word = |text: &str| shell::quoted(text).into_owned();
+    let mut words = vec!["redis-cli".to_owned()];
+    let mut option = |name: &str, value: String| words.extend([name.to_owned(), value]);
+    let mut is_tls = false;
+    match (info.addr(), address) {
+        (ConnectionAddr::Unix(path), _) => option("-s", word(&path.to_string_lossy())),
+        (ConnectionAddr::Tcp(host, port), None) => {
+            option("-h", word(host));
+            option("-p", port.to_string());
+        }
+        (ConnectionAddr::TcpTls { host, port, .. }, None) => {
+            is_tls = true;
+            option("-h", word(host));
+            option("-p", port.to_string());
+        }
+        (known, Some([host, port])) => {
+            is_tls = matches!(known, ConnectionAddr::TcpTls { .. });
+            option("-h", host);
+            option("-p", port);
+        }
+        _ => {}
+    }
+    let settings = info.redis_settings();
+    if let Some(user) = settings.username() {
+        option("--user", word(user));
+    }
+    if settings.db() != 0 {
+        option("-n", settings.db().to_string());
+    }
+    if is_tls {
+        words.push("--tls".to_owned());
+    }
+    words.join(" ")
 }
 
 async fn first(urls: &[String], timeout: Duration) -> Result<MultiplexedConnection, Stop> {
@@ -133,11 +191,11 @@ impl Place for Servers {
 
     fn look_up(&self, namespace: Option<&str>, key: &str) -> (String, String) {
         let name = format!("{}{key}", namespace.unwrap_or(NAMESPACE));
-        let command = format!("redis-cli PTTL '{}'", name.replace('\'', "'\\''"));
+        let command = format!("{} {}", self.redis_cli(), shell::line(["PTTL", &name]));
         (name, command)
     }
 
-    fn open(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Arc<dyn Store>> {
+    fn open(&self, namespace: Option<String>, timeout: Duration, _: Access) -> PlaceFuture<'_, Arc<dyn Store>> {
         let options = RedisStore::options().response_timeout(timeout);
         let options = options.namespace(namespace.unwrap_or_else(|| NAMESPACE.to_owned()));
         Box::pin(async move { Ok(Arc::new(options.connect(&self.url).await?) as _) })

@@ -7,8 +7,9 @@ use std::time::Duration;
 use idem_runtime::{SqliteStore, Store};
 use rusqlite::{Connection, OpenFlags};
 
-use super::{Place, PlaceFuture, Server, compare};
+use super::{Access, NO_INDEX_FOR_DECISIONS, NO_INDEX_FOR_PURGES, Place, PlaceFuture, Server, compare};
 use crate::report::Stop;
+use crate::shell;
 
 /// Default name of the table of records.
 pub(crate) const TABLE: &str = "idem_records";
@@ -58,11 +59,20 @@ impl File {
         columns().map_err(|error| self.failed(&error))
     }
 
+    /// Returns whether the table has an index that begins with `column`: over some rows if `partial`, otherwise over
+    /// all rows.
+    fn has_index(&self, connection: &Connection, column: &str, partial: bool) -> Result<bool, Stop> {
+        let question = "SELECT EXISTS (SELECT 1 FROM pragma_index_list(?1) AS i JOIN pragma_index_info(i.name) AS c \
+                        WHERE c.seqno = 0 AND c.name = ?2 AND i.partial = ?3)";
+        let params = (&self.table, column, partial);
+        connection.query_row(question, params, |row| row.get(0)).map_err(|error| self.failed(&error))
+    }
+
     pub(crate) fn failed(&self, error: &rusqlite::Error) -> Stop {
         Stop::Unreachable(format!("`{}` can't be used: {error}", self.path.display()))
     }
 
-    async fn open_store(&self, namespace: Option<String>, timeout: Duration) -> Result<Arc<dyn Store>, Stop> {
+    async fn open_store(&self, timeout: Duration) -> Result<Arc<dyn Store>, Stop> {
         // The table is checked first, because the store would create file and table even for a mistyped path.
         if self.columns(&self.read()?)?.is_empty() {
             return Err(Stop::Unreachable(format!(
@@ -72,7 +82,7 @@ impl File {
             )));
         }
         let options = SqliteStore::options().table(&self.table).response_timeout(timeout);
-        Ok(Arc::new(options.namespace(namespace.unwrap_or_default()).open(&self.path).await?))
+        Ok(Arc::new(options.open(&self.path).await?))
     }
 }
 
@@ -83,11 +93,16 @@ impl Place for File {
 
     fn look_up(&self, _: Option<&str>, key: &str) -> (String, String) {
         let question = format!("SELECT * FROM \"{}\" WHERE key = '{}'", self.table, key.replace('\'', "''"));
-        (key.to_owned(), question)
+        let path = self.path.to_string_lossy();
+        (key.to_owned(), shell::line(["sqlite3", "-readonly", &path, &question]))
     }
 
-    fn open(&self, namespace: Option<String>, timeout: Duration) -> PlaceFuture<'_, Arc<dyn Store>> {
-        Box::pin(self.open_store(namespace, timeout))
+    fn without_namespace(&self) -> Option<&'static str> {
+        Some("`?table=NAME` in the URL names the table of another application")
+    }
+
+    fn open(&self, _: Option<String>, timeout: Duration, _: Access) -> PlaceFuture<'_, Arc<dyn Store>> {
+        Box::pin(self.open_store(timeout))
     }
 
     fn create(&self, _: Option<u16>, timeout: Duration) -> PlaceFuture<'_, ()> {
@@ -99,8 +114,19 @@ impl Place for File {
 
     fn differences(&self, _: Option<u16>, _: Duration) -> PlaceFuture<'_, Option<Vec<String>>> {
         let compared = || {
-            let found = self.columns(&self.read()?)?;
-            Ok((!found.is_empty()).then(|| compare(&SqliteStore::schema_sql(&self.table), &found)))
+            let connection = self.read()?;
+            let found = self.columns(&connection)?;
+            if found.is_empty() {
+                return Ok(None);
+            }
+            let mut differences = compare(&SqliteStore::schema_sql(&self.table), &found);
+            if !self.has_index(&connection, "listed_at", false)? {
+                differences.push(NO_INDEX_FOR_PURGES.to_owned());
+            }
+            if !self.has_index(&connection, "key", true)? {
+                differences.push(NO_INDEX_FOR_DECISIONS.to_owned());
+            }
+            Ok(Some(differences))
         };
         Box::pin(std::future::ready(compared()))
     }

@@ -23,20 +23,15 @@ use crate::store::StoreArguments;
 /// store below the previous one.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
-#[expect(clippy::struct_excessive_bools, reason = "independent switches")]
 pub(crate) struct WatchArguments {
-    /// Only records of this scope
-    #[arg(long, value_name = "NAME")]
-    scope: Option<String>,
     /// Time between two snapshots, as `2s` or `1m`
     #[arg(long, value_name = "TIME", default_value = "2s")]
     every: Age,
     /// Ends after this number of snapshots (default: never)
     #[arg(long, value_name = "N")]
     times: Option<u64>,
-    /// Maximum number of records in a snapshot
-    #[arg(long, value_name = "N", default_value = "1000")]
-    limit: usize,
+    #[command(flatten)]
+    look: LookArguments,
     /// Also counts all records for each snapshot, and shows the number of operations that end per second; this
     /// reads all records
     #[arg(long)]
@@ -44,14 +39,35 @@ pub(crate) struct WatchArguments {
     /// Prints each snapshot below the previous one, even on a terminal
     #[arg(long)]
     plain: bool,
-    /// Allows a scan of the whole store in Redis and DynamoDB, for each snapshot
-    #[arg(long)]
-    scan: bool,
     #[command(flatten)]
     store: StoreArguments,
     /// Prints one JSON object per line
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// Selection of the records of a snapshot.
+#[derive(clap::Args, Clone)]
+pub(crate) struct LookArguments {
+    /// Only records of this scope
+    #[arg(long, value_name = "NAME")]
+    pub(crate) scope: Option<String>,
+    /// Maximum number of records in a snapshot
+    #[arg(long, value_name = "N", default_value = "1000")]
+    pub(crate) limit: usize,
+    /// Allows a scan of the whole store in Redis and DynamoDB, for each snapshot
+    #[arg(long)]
+    pub(crate) scan: bool,
+}
+
+impl LookArguments {
+    /// Returns the filter of all records in this selection.
+    pub(crate) fn all(&self) -> Filter {
+        let mut all = Filter::new();
+        all.scope = self.scope.as_deref().map(Into::into);
+        all.scan = self.scan;
+        all
+    }
 }
 
 /// Shortest time between two snapshots, to limit the load of the store.
@@ -64,12 +80,12 @@ impl WatchArguments {
 }
 
 /// A snapshot of the store: the records to show, and their counts.
-struct Look {
+pub(crate) struct Look {
     store: &'static str,
     /// Time that the store took to answer for this snapshot.
     took: Duration,
     /// Records that need an operator, then running records; in each group the oldest first.
-    records: Vec<(Key, Inspection)>,
+    pub(crate) records: Vec<(Key, Inspection)>,
     /// True if there are more records.
     more: bool,
     /// Counts of all records, if requested, and the time of counting.
@@ -88,12 +104,16 @@ fn rank(standing: Standing) -> u8 {
 }
 
 impl Look {
-    async fn at(store: &dyn Store, arguments: &WatchArguments, before: Option<&Self>) -> Result<Self, Stop> {
+    /// Reads a snapshot, and counts all records if `counts` is set.
+    pub(crate) async fn at(
+        store: &dyn Store,
+        arguments: &LookArguments,
+        counts: bool,
+        before: Option<&Self>,
+    ) -> Result<Self, Stop> {
         let began = Instant::now();
         let operator = store.operator();
-        let mut all = Filter::new();
-        all.scope = arguments.scope.as_deref().map(Into::into);
-        all.scan = arguments.scan;
+        let all = arguments.all();
         let filter = all.clone().uncertain().standing(Standing::Running).limit(Filter::MAX_LIMIT);
         let mut records = Vec::new();
         let end = each(&operator, filter, |key, found| {
@@ -104,7 +124,7 @@ impl Look {
         let more = end.goes_on() || records.len() > arguments.limit;
         records.sort_by_key(|(_, found)| (rank(found.standing()), std::cmp::Reverse(found.began)));
         records.truncate(arguments.limit);
-        let stats = match arguments.counts {
+        let stats = match counts {
             true => Some((operator.stats(&all, u64::MAX).await?, Instant::now())),
             false => None,
         };
@@ -125,7 +145,7 @@ impl Look {
     }
 
     /// Returns the lines at the top of the screen.
-    fn head(&self) -> Vec<String> {
+    pub(crate) fn head(&self) -> Vec<String> {
         let Self { store, took, more, .. } = self;
         let [running, lapsed, interrupted] =
             [Standing::Running, Standing::Lapsed, Standing::Interrupted].map(|it| self.count(it));
@@ -192,8 +212,8 @@ impl Row {
 }
 
 pub(crate) async fn main(arguments: &WatchArguments) -> Result<ExitCode, Stop> {
-    check_scan(arguments.store.place()?.kind(), arguments.scan)?;
-    let store = arguments.store.open().await?;
+    check_scan(arguments.store.place()?.kind(), arguments.look.scan)?;
+    let store = arguments.store.open_to_read().await?;
     #[cfg(feature = "watch")]
     {
         use std::io::IsTerminal;
@@ -207,7 +227,7 @@ pub(crate) async fn main(arguments: &WatchArguments) -> Result<ExitCode, Stop> {
     let mut left = arguments.times;
     loop {
         // A failure ends the command, because a script that reads the output could not see later failures.
-        let look = Look::at(&*store, arguments, before.as_ref()).await?;
+        let look = Look::at(&*store, &arguments.look, arguments.counts, before.as_ref()).await?;
         output.line(&look.json(), &look.text())?;
         left = left.map(|left| left.saturating_sub(1));
         if left == Some(0) {

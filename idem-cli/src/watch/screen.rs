@@ -32,7 +32,7 @@ struct View {
 pub(super) async fn run(store: &dyn Store, arguments: &WatchArguments) -> Result<ExitCode, Stop> {
     // If the first reading of the store fails, the command ends with the exit status of the failure. Later failures are
     // shown on the screen.
-    let first = Look::at(store, arguments, None).await?;
+    let first = Look::at(store, &arguments.look, arguments.counts, None).await?;
     let mut terminal = ratatui::try_init()?;
     let mut view = View { look: Some(first), ..View::default() };
     let done = watch(store, arguments, &mut terminal, &mut view).await;
@@ -66,7 +66,7 @@ async fn watch(
                 return Ok(());
             }
         }
-        match Look::at(store, arguments, view.look.as_ref()).await {
+        match Look::at(store, &arguments.look, arguments.counts, view.look.as_ref()).await {
             Ok(look) => *view = View { look: Some(look), failure: None, place: std::mem::take(&mut view.place) },
             Err(Stop::Unreachable(text) | Stop::Refused(text)) => view.failure = Some(hidden(&text)),
             Err(stop) => return Err(stop),
