@@ -11,7 +11,7 @@ mod page;
 mod scene;
 
 /// Titles of the incidents on the page.
-const INCIDENTS: [&str; 10] = [
+const INCIDENTS: [&str; 15] = [
     "A worker died under `on_crash = fail`",
     "A process hangs and holds its lease",
     "A result grew too large",
@@ -22,6 +22,11 @@ const INCIDENTS: [&str; 10] = [
     "A poison message",
     "A key is too coarse",
     "The store was away for an hour",
+    "A wrong result is recorded",
+    "The store is full",
+    "The store is slow",
+    "A clock was set",
+    "Two people decide at once",
 ];
 
 #[test]

@@ -3,7 +3,11 @@
 
 #[path = "stores/records.rs"]
 mod records;
+#[path = "stores/results.rs"]
+mod results;
 #[path = "stores/servers.rs"]
 mod servers;
 #[path = "stores/support.rs"]
 mod support;
+#[path = "stores/usage.rs"]
+mod usage;

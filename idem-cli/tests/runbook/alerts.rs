@@ -54,6 +54,7 @@ impl Looks {
     /// As in Prometheus, `increase` returns nothing for a series that did not exist before. An expression with `unless`
     /// adds the whole value of such a series.
     fn grown(&self, expr: &str) -> Vec<Series<'_>> {
+        let sees_new_series = !expr.contains("increase(") || expr.contains(" unless ");
         let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
         let from = &expr[expr.find("idem_").expect("a metric")..];
         let (wanted, rest) = from.split_at(from.find(|c| !is_word(c)).unwrap_or(from.len()));
@@ -74,7 +75,8 @@ impl Looks {
                 continue;
             }
             let earlier = self.before.lines().filter_map(series).find(|it| it.0 == name && it.1 == labels);
-            let earlier = earlier.filter(|_| !gauge).map_or(0.0, |it| it.2);
+            let earlier = earlier.filter(|_| !gauge).map(|it| it.2);
+            let earlier = earlier.unwrap_or(if gauge || sees_new_series { 0.0 } else { value });
             grown.push((name, labels, value - earlier));
         }
         grown

@@ -7,7 +7,7 @@ use std::time::Duration;
 use idem_runtime::clock::{Clock as _, ManualClock, SystemClock};
 use idem_runtime::{
     Codec as _, CodecError, Disposition, Error, Json, Key, OnCrash, OnUndecodable, Operation, Outcome, PostgresStore,
-    RedisStore, SqliteStore, Undecodable, current, observe,
+    RedisStore, SqliteStore, StoreExt as _, Undecodable, current, observe,
 };
 use idem_tests::postgres::PostgresServer;
 use idem_tests::proxy::{Line, Proxy};
@@ -39,6 +39,7 @@ async fn the_runbook_resolves_the_death_of_a_worker_under_on_crash_fail() {
         refused
     })
     .await;
+    assert_eq!(store.count_undecided().await.unwrap(), 1);
     scene.is_seen(&store);
     // An operator has asked the payment provider: the customer was charged.
     scene.play();
@@ -354,5 +355,124 @@ async fn the_runbook_resolves_an_hour_without_the_store() {
     })
     .await;
     assert_eq!(["41", "42", "43"].map(|order| scene.charges(order)), [1, 1, 1]);
+    scene.ends();
+}
+
+#[tokio::test]
+async fn the_runbook_resolves_a_wrong_result() {
+    let (scene, store) = Scene::on_file("A wrong result is recorded").await;
+    assert!(deliver(&store, "41", PAY, scene.charge("41")).await.1.executed());
+    // A bug: the receipt of another order.
+    let wrong = async {
+        scene.charge("42").await?;
+        Ok(json!({ "receipt": "r-99" }))
+    };
+    assert!(deliver(&store, "42", PAY, wrong).await.1.executed());
+    let retry = async || deliver(&store, "42", PAY, scene.charge("42")).await;
+    assert_eq!(retry().await.0.unwrap(), json!({ "receipt": "r-99" }));
+    scene.play();
+    let (result, outcome) = retry().await;
+    assert_eq!((result.unwrap(), outcome.replayed()), (json!({ "receipt": "r-42" }), true));
+    assert_eq!(scene.charges("42"), 1);
+    scene.ends();
+}
+
+#[tokio::test]
+async fn the_runbook_resolves_a_full_store() {
+    let server = RedisServer::start_with(Kind::Redis, &["--appendonly", "yes"]);
+    let mut scene = Scene::at("The store is full", &server.url());
+    let store = RedisStore::options().holder("payments").connect(&server.url()).await.unwrap();
+    scene.begins(&store);
+    assert!(deliver(&store, "41", PAY, scene.charge("41")).await.1.executed());
+    let memory = async |most: &str| {
+        let mut raw = server.raw().await;
+        let _: () = redis::cmd("CONFIG").arg("SET").arg("maxmemory").arg(most).query_async(&mut raw).await.unwrap();
+    };
+    memory("1").await;
+    let (result, outcome) = deliver(&store, "42", PAY, scene.charge("42")).await;
+    assert!(matches!(result, Err(Failure::Refused(Error::Store { .. }))), "{result:?}");
+    assert!(comes_again(&outcome) && scene.charges("42") == 0, "{outcome:?}");
+    // Redis refuses the command of a reservation before it looks at the key.
+    let (result, _) = deliver(&store, "41", PAY, scene.charge("41")).await;
+    assert!(matches!(result, Err(Failure::Refused(Error::Store { .. }))), "{result:?}");
+    scene.is_seen(&store);
+    // The health of a new pod shows that the pod is not ready, and why.
+    let pod = RedisStore::connect(&server.url()).await.unwrap();
+    let health = pod.health().await;
+    assert!(!health.is_ready() && health.to_string().contains("the server is full"), "{health}");
+    scene.play();
+    memory("0").await;
+    assert!(deliver(&store, "42", PAY, scene.charge("42")).await.1.executed());
+    assert!(pod.health().await.is_ready());
+    assert_eq!(scene.charges("42"), 1);
+    scene.ends();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_runbook_resolves_a_slow_store() {
+    let server = RedisServer::start_with(Kind::Redis, &["--appendonly", "yes"]);
+    let line = Proxy::to(server.port()).await;
+    let mut scene = Scene::at("The store is slow", &line.url());
+    let store = RedisStore::options().holder("payments").connect(&line.url()).await.unwrap();
+    scene.begins(&store);
+    line.set(Line::Delay(Duration::from_millis(400)));
+    for order in ["41", "42", "43"] {
+        assert!(deliver(&store, order, PAY, scene.charge(order)).await.1.executed());
+    }
+    scene.is_seen(&store);
+    let health = store.health().await;
+    assert!(health.is_ready() && health.to_string().contains("and slow for "), "{health}");
+    scene.play();
+    line.set(Line::Pass);
+    assert!(deliver(&store, "44", PAY, scene.charge("44")).await.1.executed());
+    scene.ends();
+}
+
+#[tokio::test]
+async fn the_runbook_resolves_a_clock_that_was_set() {
+    let clock = ManualClock::new();
+    let mut scene = Scene::at("A clock was set", "");
+    scene.url = format!("sqlite:{}", scene.folder.file().display());
+    // At the end the clock of the test shows the present wall time: the command uses the real clock.
+    clock.set_wall(SystemClock::default().wall().saturating_sub(HOUR));
+    let options = || SqliteStore::options().holder("payments").clock(clock.clone());
+    let store = options().open(scene.folder.file()).await.unwrap();
+    scene.begins(&store);
+    let (result, outcome) = deliver(&store, "42", PAY, async {
+        let receipt = scene.charge("42").await;
+        // The clock of the host goes forward by an hour, and another pod gets the message.
+        clock.set_wall(clock.wall() + HOUR);
+        let pod = options().open(scene.folder.file()).await.unwrap();
+        assert!(deliver(&pod, "42", PAY, scene.charge("42")).await.1.executed());
+        receipt
+    })
+    .await;
+    assert!(matches!(result, Err(Failure::Refused(Error::LeaseLost { .. }))), "{result:?}");
+    assert!(comes_again(&outcome), "{outcome:?}");
+    assert_eq!(scene.charges("42"), 2);
+    scene.is_seen(&store);
+    scene.play();
+    assert!(deliver(&store, "42", PAY, scene.charge("42")).await.1.replayed());
+    scene.ends();
+}
+
+#[tokio::test]
+async fn the_runbook_resolves_two_decisions_at_once() {
+    let (scene, store) = Scene::on_file("Two people decide at once").await;
+    let policy = PAY.lease(SECOND).on_crash(OnCrash::Fail);
+    let mut worker = scene.worker("42", OnCrash::Fail, SECOND).await;
+    worker.kill();
+    until("the operation is interrupted", async || {
+        let (result, _) = deliver(&store, "42", policy, scene.charge("42")).await;
+        matches!(result, Err(Failure::Refused(Error::Interrupted { .. })))
+    })
+    .await;
+    scene.is_seen(&store);
+    assert_eq!(store.count_undecided().await.unwrap(), 1);
+    scene.play();
+    assert_eq!(store.count_undecided().await.unwrap(), 0);
+    let (result, outcome) = deliver(&store, "42", policy, scene.charge("42")).await;
+    assert_eq!((result.unwrap(), outcome.replayed()), (json!({ "receipt": "r-42" }), true));
+    assert_eq!(scene.charges("42"), 1);
     scene.ends();
 }

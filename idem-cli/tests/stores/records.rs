@@ -1,14 +1,17 @@
 //! Tests of the commands for records, with SQLite files.
 
 use std::process::Stdio;
+use std::time::Duration;
 
 use idem_runtime::record::State;
 use idem_runtime::testing::crash;
-use idem_runtime::{SqliteStore, Store};
+use idem_runtime::{Error, Key, Operation, Policy, Reconciliation, SqliteStore, Store};
 use idem_tests::sqlite::{Folder, raw};
 use serde_json::json;
 
-use super::support::{Records, Run, command, completed, expired, idem_at, interrupted, key, pending, run, state};
+use super::support::{
+    Records, Run, command, completed, expired, idem_at, interrupted, key, on_terminal, pending, run, state,
+};
 
 fn hostname() -> String {
     let name = std::process::Command::new("uname").arg("-n").output().unwrap();
@@ -68,7 +71,8 @@ async fn a_recorded_result_is_shown_only_with_the_option_result() {
     );
     interrupted(&records.store, "odd").await;
     let file = records.file(&[0, 255]);
-    records.decides(&["resolve", "--completed", file.to_str().unwrap(), "--codec", "own"], "pay/odd").ends(0);
+    let resolve = ["resolve", "--completed", file.to_str().unwrap(), "--codec", "own", "--other-shape"];
+    records.decides(&resolve, "pay/odd").ends(0);
     records.idem(&["show", "pay/odd", "--result"]).ends(0).says("\n(hex) 00ff\n");
     assert_eq!(records.idem(&["show", "pay/odd", "--result", "--json"]).json()["result"]["hex"], "00ff");
 }
@@ -128,7 +132,10 @@ async fn the_second_of_two_decisions_about_the_same_revision_is_refused() {
     records.idem(&["discard", "pay/42", "--yes"]).ends(2).complains("add `--seen`");
     records.idem(&["discard", "pay/42", "--yes", "--seen", "1"]).ends(2).complains("a revision is");
     // Only `discard` removes a result.
-    records.decides(&["reopen"], "pay/42").ends(1).complains("discard the result if that is to be given up");
+    records
+        .decides(&["reopen"], "pay/42")
+        .ends(1)
+        .complains("discard the result if that is to be given up (`idem discard`)");
     records.decides(&["discard"], "pay/42").ends(0).says("the next delivery runs again");
     records.decides(&["discard"], "pay/42").ends(1).complains("has recorded no result");
 }
@@ -333,6 +340,29 @@ async fn a_decision_about_a_record_that_has_changed_is_refused() {
 }
 
 #[tokio::test]
+async fn an_uncertain_record_shows_the_questions_to_its_reconciler_and_the_last_answer() {
+    let records = Records::new().await;
+    interrupted(&records.store, "42").await;
+    let listed = || records.idem(&["list", "--uncertain"]).ends(0);
+    assert!(!listed().out.contains("reconciler asked"), "{:?}", listed());
+    for times in ["once", "2 times"] {
+        let policy = Policy::new(Duration::from_secs(3600));
+        let asking = async { Ok(Reconciliation::Unknown { ask_again: Duration::from_secs(60) }) };
+        let operation = Operation::new(&records.store, Key::new("pay", 42), policy).reconcile(asking);
+        operation.run(async { Ok::<_, Error>(7) }).await.unwrap_err();
+        for shown in [listed(), records.idem(&["show", "pay/42"]).ends(0)] {
+            shown.says(&format!("reconciler asked {times}, the last one ")).says(" ago did not settle it");
+        }
+    }
+    let object = records.idem(&["show", "pay/42", "--json"]).ends(0).json();
+    assert_eq!((&object["reconciliations"], &object["attempts_used"]), (&json!(2), &json!(1)));
+    // A decision of an operator settles the doubt, and the count of questions begins again.
+    records.idem(&["reopen", "pay/42", "--seen", object["revision"].as_str().unwrap(), "--yes"]).ends(0);
+    let object = records.idem(&["show", "pay/42", "--json"]).ends(0).json();
+    assert_eq!(object["reconciliations"], 0);
+}
+
+#[tokio::test]
 async fn without_a_terminal_a_decision_asks_for_no_confirmation() {
     let records = Records::new().await;
     interrupted(&records.store, "42").await;
@@ -341,17 +371,6 @@ async fn without_a_terminal_a_decision_asks_for_no_confirmation() {
         refused.complains("nobody can be asked here; nothing was changed; add --yes");
     }
     assert_eq!(state(&records.store, "42").await, Some("interrupted"));
-}
-
-/// Runs a line of a shell on a terminal (made by `script`), with `typed` as its input.
-fn on_terminal(line: &str, typed: &str) -> (i32, String) {
-    use std::io::Write;
-    let mut command = std::process::Command::new("script");
-    command.args(["-qec", line, "/dev/null"]).env("TERM", "xterm");
-    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("`script` of util-linux");
-    child.stdin.take().unwrap().write_all(typed.as_bytes()).unwrap();
-    let output = child.wait_with_output().unwrap();
-    (output.status.code().unwrap(), String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 #[tokio::test]
@@ -673,16 +692,18 @@ async fn keys_printed_by_idem_key_equal_the_keys_of_handlers() {
 fn keys_printed_by_idem_key_for_requests_equal_the_keys_of_the_layer() {
     let asked = |arguments: &[&str]| run(&mut command([&["key", "--http"], arguments].concat())).ends(0);
     let of = ["--route", "/payments", "--caller", "alice"];
-    let expected = "key     http/POST /payments:alice:order-42\n";
+    let expected = "key     'http/POST /payments:alice:order-42'\n";
     for typed in ["order-42", "\"order-42\""] {
         asked(&[&of[..], &[typed]].concat()).says(expected);
     }
     asked(&["--scope", "api", "--method", "PUT", "k"]).says("api/PUT::k");
     let redis = ["k", "--store", "redis://bob:secret@host", "--namespace", "shop:"];
-    let shown = asked(&redis).says("stored  shop:1/http/POST::k").says("redis-cli PTTL 'shop:1/http/POST::k'");
+    let shown = asked(&redis).says("stored  shop:1/http/POST::k");
+    let shown = shown.says("redis   redis-cli -h host -p 6379 --user bob PTTL shop:1/http/POST::k\n");
     assert!(!shown.out.contains("secret"));
-    asked(&["k", "--store", "postgres://h/d?schema=s"])
-        .says("SELECT * FROM \"s\".records WHERE key = '1/http/POST::k'");
+    asked(&["k", "--store", "postgres://h/d?schema=s"]).says(
+        r#"postgres psql -h h -p 5432 -d d -x -c 'SELECT * FROM "s".records WHERE key = '\''1/http/POST::k'\'''"#,
+    );
 }
 
 #[test]
@@ -754,7 +775,11 @@ async fn stuck_records_are_listed_page_by_page() {
         }
     }
     assert_eq!(seen, keys(&list(&[])));
-    records.idem(&["list", "--limit", "2"]).ends(0).says("pay/done:0").complains("There may be more: --after '");
+    records
+        .idem(&["list", "--limit", "2"])
+        .ends(0)
+        .says("pay/done:0")
+        .complains("There may be more: --after 1/pay/done:1\n");
     list(&["--scope", "ship"]).ends(4);
     list(&["--older-than", "1h"]).ends(4);
     for (wrong, text) in

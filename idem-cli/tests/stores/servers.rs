@@ -264,6 +264,15 @@ async fn all_commands_work_on_a_postgresql_server() {
     ] {
         finds(&doctor, check, "ok", "");
     }
+    // The printed command shows the record.
+    let printed = idem_at(&url, &["key", "pay/kept"]).ends(0).out;
+    let psql = printed.lines().find_map(|line| line.strip_prefix("postgres ")).unwrap_or_else(|| panic!("{printed}"));
+    let clients = std::env::var("IDEM_TEST_POSTGRES").unwrap_or_else(|_| "/usr/lib/postgresql/15/bin".to_owned());
+    let path = format!("{clients}:{}", std::env::var("PATH").unwrap());
+    let shown = run(std::process::Command::new("sh").args(["-c", psql]).env("PATH", path)).ends(0);
+    assert!(shown.out.contains("1/pay/kept") && shown.out.contains("completed"), "{shown:?}");
+    // Records of PostgreSQL have no namespace, so another namespace would show the same records.
+    idem_at(&url, &["show", "pay/kept", "--namespace", "shop:"]).ends(2).complains("`?schema=NAME`");
     // A URL with another schema names another store, which has no table yet.
     let other = format!("{url}?schema=shop");
     idem_at(&other, &["show", "pay/42"]).ends(3);
@@ -321,6 +330,95 @@ async fn the_doctor_of_postgresql_warns_that_a_failover_would_lose_records() {
     })
     .await;
     finds(&idem_at(&primary.url(), &["doctor", "--json"]).ends(0), "replication", "ok", "commits wait");
+}
+
+#[tokio::test]
+async fn a_standby_of_postgresql_can_be_read() {
+    let primary = PostgresServer::start();
+    idem_at(&primary.url(), &["schema", "migrate", "--yes"]).ends(0);
+    let store = PostgresStore::connect(&primary.url()).await.unwrap();
+    completed(&store, "done", b"\"receipt\"").await;
+    interrupted(&store, "42").await;
+    let standby = PostgresServer::standby_of(&primary, primary.port());
+    let url = standby.url();
+    let raw = standby.raw().await;
+    until("the standby has the records", async || {
+        let rows = "SELECT count(*) FROM idem.records WHERE state IN ('completed', 'interrupted')";
+        raw.query_one(rows, &[]).await.is_ok_and(|row| row.get::<_, i64>(0) == 2)
+    })
+    .await;
+    idem_at(&url, &["show", "pay/done", "--result"]).ends(0).says("\n\"receipt\"\n");
+    idem_at(&url, &["show", "pay/none"]).ends(4);
+    idem_at(&url, &["list", "--uncertain"]).ends(0).says("interrupted").says("pay/42");
+    idem_at(&url, &["stats"]).ends(0).says("pay\n    1 interrupted, 1 completed");
+    idem_at(&url, &["watch", "--times", "1"]).ends(0).says("1 interrupted");
+    idem_at(&url, &["resolve", "pay/42", "--shape"]).ends(0).says("text, as in `pay/done`");
+    idem_at(&url, &["forget", "--prefix", "pay/", "--dry-run"]).ends(0).says("pay/42");
+    // Decisions are refused, with the advice to connect to the primary.
+    let seen = revision(&url, "pay/42");
+    assert_eq!(seen, revision(&primary.url(), "pay/42"));
+    for verb in [&["reopen", "pay/42", "--seen", &seen, "--yes"][..], &["purge"], &["schema", "migrate", "--yes"]] {
+        idem_at(&url, verb).ends(3).complains("connect to the primary");
+    }
+    finds(&idem_at(&url, &["doctor", "--json"]).ends(1), "role", "error", "a standby");
+    // A login that may only read suffices, also in a session that allows only reading.
+    let owner = primary.raw().await;
+    let role =
+        "CREATE ROLE support LOGIN; GRANT USAGE ON SCHEMA idem TO support; GRANT SELECT ON idem.records TO support;
+                ALTER ROLE support SET default_transaction_read_only = on";
+    owner.batch_execute(role).await.unwrap();
+    let login = primary.url().replace("postgres@", "support@");
+    idem_at(&login, &["show", "pay/42"]).ends(0).says("interrupted");
+    idem_at(&login, &["reopen", "pay/42", "--seen", &seen, "--yes"]).ends(3).complains("allows reading only");
+    owner.batch_execute("REVOKE SELECT ON idem.records FROM support").await.unwrap();
+    idem_at(&login, &["show", "pay/42"]).ends(3).complains("lacks SELECT on the table");
+    // With both hosts in one URL, a command that only reads accepts either host.
+    let both = format!("postgres://postgres@127.0.0.1:{},127.0.0.1:{}/postgres", standby.port(), primary.port());
+    idem_at(&both, &["show", "pay/42"]).ends(0);
+    idem_at(&both, &["reopen", "pay/42", "--seen", &seen, "--yes"]).ends(0);
+}
+
+#[tokio::test]
+async fn migrate_fails_on_postgresql_if_a_column_an_index_or_a_right_is_missing_afterwards() {
+    let server = PostgresServer::start();
+    let url = server.url();
+    let migrate = ["schema", "migrate", "--yes"];
+    idem_at(&url, &migrate).ends(0).says("postgres has what this release needs");
+    let raw = postgres::raw(&url).await;
+    raw.batch_execute("DROP INDEX idem.records_listed_at").await.unwrap();
+    let refused = idem_at(&url, &migrate).ends(1);
+    refused.complains("there is no index on `listed_at`").complains("`idem schema print postgres`");
+    raw.batch_execute("DROP INDEX idem.records_undecided").await.unwrap();
+    idem_at(&url, &["doctor"]).says("there is no index on `key` where `on_crash_fail`");
+    raw.batch_execute("CREATE INDEX records_undecided ON idem.records (key) WHERE on_crash_fail").await.unwrap();
+    raw.batch_execute("CREATE INDEX records_listed_at ON idem.records (listed_at)").await.unwrap();
+    raw.batch_execute("ALTER TABLE idem.records DROP COLUMN begun").await.unwrap();
+    let refused = idem_at(&url, &migrate);
+    assert!([1, 3].contains(&refused.status) && refused.err.contains("begun"), "{refused:?}");
+    raw.batch_execute("ALTER TABLE idem.records ADD COLUMN begun boolean NOT NULL DEFAULT false").await.unwrap();
+    idem_at(&url, &migrate).ends(0);
+    let role = "CREATE ROLE handlers LOGIN; GRANT USAGE ON SCHEMA idem TO handlers;
+                GRANT SELECT, INSERT ON idem.records TO handlers";
+    raw.batch_execute(role).await.unwrap();
+    let login = url.replace("postgres@", "handlers@");
+    idem_at(&login, &migrate).ends(3).complains("lacks UPDATE on the table");
+    raw.batch_execute("GRANT UPDATE ON idem.records TO handlers").await.unwrap();
+    idem_at(&login, &migrate).ends(0);
+}
+
+#[tokio::test]
+async fn the_doctor_of_a_full_redis_server_advises_to_make_room() {
+    let server = RedisServer::start_with(Kind::Redis, &["--appendonly", "yes"]);
+    let mut raw = server.raw().await;
+    for setting in [["maxmemory-policy", "noeviction"], ["maxmemory", "1"]] {
+        let _: () = redis::cmd("CONFIG").arg("SET").arg(&setting).query_async(&mut raw).await.unwrap();
+    }
+    let doctor = idem_at(&server.url(), &["doctor", "--json"]).ends(1);
+    finds(&doctor, "memory", "error", "of maxmemory");
+    finds(&doctor, "probe", "error", "`reserve` failed");
+    let (_, finding) = found(&doctor, "probe");
+    let remedy = finding["remedy"].as_str().unwrap();
+    assert!(remedy.contains("make room") && !remedy.contains("right"), "{finding}");
 }
 
 #[tokio::test]

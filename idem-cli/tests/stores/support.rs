@@ -174,3 +174,13 @@ pub(crate) async fn expired(store: &dyn Store, text: &str) {
 pub(crate) async fn state(store: &dyn Store, text: &str) -> Option<&'static str> {
     store.inspect(&key(text)).await.unwrap().map(|found| found.record.state.name())
 }
+
+/// Runs a line of a shell on a terminal (made by `script`), with `typed` as its input.
+pub(crate) fn on_terminal(line: &str, typed: &str) -> (i32, String) {
+    let mut command = Command::new("script");
+    command.args(["-qec", line, "/dev/null"]).env("TERM", "xterm");
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("`script` of util-linux");
+    child.stdin.take().unwrap().write_all(typed.as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    (output.status.code().unwrap(), String::from_utf8_lossy(&output.stdout).into_owned())
+}
