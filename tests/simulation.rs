@@ -9,6 +9,8 @@
 //! `IDEM_SIM_SEED=… cargo test -p idem-tests --test simulation` runs the world of this seed again and prints its whole
 //! history; `IDEM_SIM_RUNS=100000` is a long run, and `IDEM_SIM_FIRST` its first seed.
 
+#[path = "simulation/bank.rs"]
+mod bank;
 #[path = "simulation/cancel.rs"]
 mod cancel;
 #[path = "simulation/dice.rs"]
@@ -50,7 +52,7 @@ const RUNS: u64 = 1_000;
 const FOUND: [u64; 2] = [1_008_596, 3_003_478];
 
 /// Events that must occur in the default run of [`RUNS`] worlds, so that every check has something to check.
-const EVENTS: [&str; 40] = [
+const EVENTS: [&str; 54] = [
     "AttemptsExhausted",
     "FingerprintMismatch",
     "InProgress",
@@ -59,8 +61,12 @@ const EVENTS: [&str; 40] = [
     "ResultUnavailable",
     "Store",
     "Unrecorded",
+    "answers of reconcilers: Done",
+    "answers of reconcilers: NotDone",
+    "answers of reconcilers: Unknown",
     "answers that an outage delayed",
     "answers that an outage lost",
+    "bodies after NotDone",
     "bodies of a key's only attempt",
     "bodies that a permanent refusal ended",
     "bodies that could not confirm their lease",
@@ -71,6 +77,7 @@ const EVENTS: [&str; 40] = [
     "decisions of operators",
     "decisions that a live lease refused",
     "duplicates of a mark in doubt",
+    "errors of reconcilers",
     "errors that were recorded or replayed",
     "faults",
     "jumps of time",
@@ -79,18 +86,27 @@ const EVENTS: [&str; 40] = [
     "outages of a process",
     "outages of the store",
     "panics",
+    "panics of reconcilers",
     "polls that block",
     "processes that were replaced because they had lost a right",
+    "reconcilers",
+    "reconcilers that were cut off",
     "records that an operator had forgotten",
     "permanent refusals",
     "replays",
+    "requests that a bank knew",
+    "requests that a bank refused because they had expired",
+    "requests that arrived after their caller was gone",
     "requests that an outage lost",
     "requests that landed after an outage",
     "requests that landed after their process was killed in an outage",
+    "requests to a bank",
+    "results that a reconciler supplied",
     "results that an operator supplied",
     "rights that a process lost",
     "runs without protection",
     "takeovers",
+    "uncertain errors",
 ];
 
 fn number(name: &str) -> Option<u64> {
@@ -181,6 +197,7 @@ fn a_seed_repeats_its_history() {
             "outages of the store",
             "rights that a process lost",
             "bodies of a key's only attempt",
+            "requests to a bank",
         ];
         assert!(!later.iter().any(|event| counts.contains_key(event)), "{seed}");
     }
@@ -241,6 +258,22 @@ const BREAKS: &[(Broken, Check)] = &[
     (Broken::Between(DeliberateBreak::ReleasesNothingAfterOutages), Check::Interrupted),
     (Broken::Between(DeliberateBreak::RefusalsAreOutages), Check::Frozen),
     (Broken::Between(DeliberateBreak::RefusalsAreOutages), Check::Reason),
+    (Broken::Between(DeliberateBreak::UnknownIsNotDone), Check::Doubt),
+    (Broken::Between(DeliberateBreak::UnknownIsNotDone), Check::Charged),
+    (Broken::Between(DeliberateBreak::UnknownIsDone), Check::Reconciled),
+    (Broken::Between(DeliberateBreak::UnknownIsDone), Check::Charged),
+    (Broken::Between(DeliberateBreak::DoubtsAreReleased), Check::Doubt),
+    (Broken::Between(DeliberateBreak::DoubtsAreReleased), Check::Charged),
+    (Broken::Between(DeliberateBreak::ReconcilersRepeatTheNumber), Check::Fencing),
+    (Broken::Store(M::DoubtUnannounced), Check::Doubt),
+    (Broken::Store(M::DoubtUnmarked), Check::Linearizable),
+    (Broken::Store(M::QuestionsUncounted), Check::Linearizable),
+    (Broken::Store(M::QuestionsUnlimited), Check::Linearizable),
+    (Broken::Store(M::QuestionsLimited), Check::Linearizable),
+    (Broken::Store(M::ReconcilersRefused), Check::Linearizable),
+    (Broken::Store(M::LateReconcilerPasses), Check::Linearizable),
+    (Broken::Store(M::UnresolvedCounts), Check::Linearizable),
+    (Broken::Store(M::UnresolvedReleases), Check::Doubt),
     (Broken::Store(M::UnmarkedIsInterrupted), Check::Interrupted),
     (Broken::Store(M::UnmarkedCounts), Check::Counted),
     (Broken::Store(M::ReservationBegins), Check::Interrupted),

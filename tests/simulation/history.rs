@@ -69,6 +69,8 @@ pub(crate) struct Op {
     pub(crate) applied: bool,
     /// Number of the attempt that the store granted to a reservation, whether or not the answer arrived.
     pub(crate) granted: Option<u32>,
+    /// True if the store granted the attempt to ask a reconciler about an effect in doubt.
+    pub(crate) in_doubt: bool,
     pub(crate) end: End,
 }
 
@@ -149,6 +151,7 @@ impl History {
             fingerprint: self.mark(request.fingerprint),
             on_crash: request.on_crash,
             max_attempts: request.max_attempts.map(std::num::NonZero::get),
+            max_reconciliations: request.max_reconciliations.map(std::num::NonZero::get),
         })
     }
 
@@ -161,6 +164,7 @@ impl History {
             fingerprint: self.mark(lease.fingerprint),
             on_crash: lease.on_crash,
             max_attempts: None,
+            max_reconciliations: None,
         }
     }
 
@@ -178,6 +182,7 @@ impl History {
             landed: None,
             applied: false,
             granted: None,
+            in_doubt: false,
             end: End::Unanswered,
         });
         self.ops.len() - 1
@@ -246,11 +251,12 @@ impl History {
 
     pub(crate) fn reservation(&mut self, reservation: &Reservation) -> OperationAnswer {
         OperationAnswer::Reservation(match reservation {
-            Reservation::Granted { lease, takeover, .. } => Answer::Reserved {
+            Reservation::Granted { lease, takeover, in_doubt, .. } => Answer::Reserved {
                 attempt: lease.attempt,
                 starts: lease.attempts_used,
                 fingerprint: self.mark(lease.fingerprint),
                 takeover: *takeover,
+                in_doubt: *in_doubt,
             },
             Reservation::InProgress { attempt, lapses_in, .. } => {
                 Answer::Pending { attempt: *attempt, lapses_in: nanos(*lapses_in) }
@@ -294,6 +300,7 @@ impl History {
             attempt: record.attempt,
             starts: record.attempts_used,
             fingerprint: self.mark(record.fingerprint),
+            asked: record.provenance.reconciliations(),
             phase,
             forgotten_at,
         }
@@ -342,6 +349,13 @@ impl History {
             OperationArgs::Reserve(ask) => Some((op.process, ask.on_crash)),
             _ => None,
         })
+    }
+
+    /// Returns whether the store granted attempt `attempt` of `key` to ask a reconciler about an effect in doubt.
+    pub(crate) fn is_in_doubt(&self, key: usize, attempt: u32) -> bool {
+        // A repeated reservation may see the mark of its own body, so the first one counts.
+        let granted = self.ops.iter().filter(|op| op.key == key && op.granted == Some(attempt));
+        granted.min_by_key(|op| op.landed).is_some_and(|op| op.in_doubt)
     }
 
     /// Requests that marked attempt `attempt` of `key` as begun before the event `when`.

@@ -61,6 +61,13 @@ pub(crate) enum Check {
     Frozen,
     /// `LeaseLost` has a reason: another attempt took over, or the error says why the lease was not renewed.
     Reason,
+    /// No body follows a body whose effect is in doubt before a reconciler has answered `NotDone`. No body runs beside
+    /// its reconciler.
+    Doubt,
+    /// A call returns the answer of its reconciler only if the reconciler gave this answer.
+    Reconciled,
+    /// A bank charges at most once if the reconciler is right, and has charged for each result.
+    Charged,
     /// Every call returns.
     Stuck,
 }
@@ -86,6 +93,8 @@ pub(crate) enum BodyEnd {
         text: String,
         lasting: bool,
     },
+    /// The body returned an error whose effect is in doubt.
+    Doubtful(String),
     Panicked,
     /// The body was dropped with its call, or because its lease was lost.
     Dropped,
@@ -109,6 +118,35 @@ pub(crate) struct Run {
     pub(crate) blocks: bool,
     /// Event at which the last value of the body was dropped.
     pub(crate) values_dropped: Option<u64>,
+}
+
+/// One run of a reconciler.
+#[derive(Clone, Debug)]
+pub(crate) struct Inquiry {
+    pub(crate) call: usize,
+    /// Fencing token of the attempt.
+    pub(crate) attempt: u32,
+    /// Start of the reconciler, as a number in the order of all events.
+    pub(crate) started: u64,
+    pub(crate) ended: Option<(u64, InquiryEnd)>,
+}
+
+impl Inquiry {
+    fn end(&self) -> Option<&InquiryEnd> {
+        self.ended.as_ref().map(|(_, end)| end)
+    }
+}
+
+/// End of a reconciler.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum InquiryEnd {
+    Done(String),
+    NotDone,
+    Unknown,
+    Error(String),
+    Panicked,
+    /// The reconciler was dropped with its call, or because its lease was lost.
+    Dropped,
 }
 
 /// End of a call, as its caller sees it.
@@ -175,6 +213,7 @@ pub(crate) struct Call {
 pub(crate) struct Ledger {
     pub(crate) calls: Vec<Call>,
     pub(crate) runs: Vec<Run>,
+    pub(crate) inquiries: Vec<Inquiry>,
     /// Killed processes, and the times at which they were killed.
     pub(crate) kills: Vec<(usize, u64)>,
     /// Rights that processes lose for the rest of their lives.
@@ -225,6 +264,14 @@ impl Ledger {
                 self.find(Check::Fencing, key, format!("attempt {number} starts, the store knows of {latest}"));
             }
         }
+        let number = attempt.number();
+        if let Some(inquiry) = self.inquiries.iter().find(|it| it.call == call) {
+            net.count("bodies after NotDone");
+            if inquiry.end() != Some(&InquiryEnd::NotDone) || inquiry.attempt != number {
+                let text = format!("attempt {number} starts its body after {inquiry:?}");
+                self.find(Check::Doubt, key, text);
+            }
+        }
         if attempt.is_protected() && self.calls[call].terms.max_attempts == Some(1) {
             net.count("bodies of a key's only attempt");
         }
@@ -242,6 +289,75 @@ impl Ledger {
         });
         self.believe(net, call, attempt);
         self.runs.len() - 1
+    }
+
+    /// Enters the start of a reconciler in the books.
+    pub(crate) fn start_inquiry(&mut self, net: &Net, call: usize, attempt: &Attempt) -> usize {
+        let (key, number) = (self.calls[call].key, attempt.number());
+        net.count("reconcilers");
+        let started = net.history().event();
+        if attempt.lease_remaining().is_zero() {
+            self.find(Check::Belief, key, format!("attempt {number} asks although its lease has lapsed"));
+        }
+        let latest = self.runs_of(key).iter().map(|run| run.attempt).max().unwrap_or_default();
+        if latest >= number && self.calls[call].terms.remembers() && !net.history().was_forgotten(key) {
+            self.find(Check::Fencing, key, format!("attempt {number} asks after a body under token {latest}"));
+        }
+        self.believe(net, call, attempt);
+        self.inquiries.push(Inquiry { call, attempt: number, started, ended: None });
+        self.inquiries.len() - 1
+    }
+
+    /// Enters the end of a reconciler in the books.
+    pub(crate) fn end_inquiry(&mut self, net: &Net, inquiry: usize, end: InquiryEnd) {
+        let event = net.history().event();
+        if self.inquiries[inquiry].ended.is_none() {
+            net.count(match end {
+                InquiryEnd::Done(_) => "answers of reconcilers: Done",
+                InquiryEnd::NotDone => "answers of reconcilers: NotDone",
+                InquiryEnd::Unknown => "answers of reconcilers: Unknown",
+                InquiryEnd::Error(_) => "errors of reconcilers",
+                InquiryEnd::Panicked => "panics of reconcilers",
+                InquiryEnd::Dropped => "reconcilers that were cut off",
+            });
+            self.inquiries[inquiry].ended = Some((event, end));
+        }
+    }
+
+    /// Reconcilers that were asked about `key`.
+    fn inquiries_of(&self, key: usize) -> impl Iterator<Item = &Inquiry> {
+        self.inquiries.iter().filter(move |inquiry| self.calls[inquiry.call].key == key)
+    }
+
+    /// Returns whether a reconciler answered `NotDone` about the effect of `run` before the body of `later`.
+    fn is_settled(&self, key: usize, run: &Run, later: &Run) -> bool {
+        self.inquiries_of(key).any(|inquiry| {
+            let is_between = inquiry.attempt > run.attempt && inquiry.attempt <= later.attempt;
+            let before = matches!(&inquiry.ended, Some((event, InquiryEnd::NotDone)) if *event < later.started);
+            is_between && before && inquiry.started > run.started
+        })
+    }
+
+    /// Returns the attempt whose effect is in doubt in attempt `attempt`: the latest one that was not reserved to ask a
+    /// reconciler, or whose body began.
+    fn doubted(&self, net: &Net, key: usize, attempt: u32) -> u32 {
+        let began = |number: u32| self.runs_of(key).iter().any(|run| run.attempt == number);
+        let asks = |number: &u32| net.history().is_in_doubt(key, *number) && !began(*number);
+        (1..=attempt).rev().find(|number| !asks(number)).unwrap_or(attempt)
+    }
+
+    /// Returns the first result of a bank's operation for which the bank has no charge among `charges`.
+    pub(crate) fn not_charged(&self, net: &Net, key: usize, charges: &[String]) -> Option<String> {
+        let resolved = net.history().resolved(key);
+        let is_resolved = |value: &String| {
+            resolved.iter().any(|(.., finish)| said_by(finish).as_ref() == Some(&BodyEnd::Value(value.clone())))
+        };
+        self.calls.iter().filter(|call| call.key == key).find_map(|call| match &call.end {
+            Some((_, CallEnd::Returned(Ok(value), _))) if !charges.contains(value) && !is_resolved(value) => {
+                Some(format!("{call:?} returned {value}, and the bank has charged {charges:?}"))
+            }
+            _ => None,
+        })
     }
 
     /// Checks that a body holds the lease on which it relies.
@@ -300,7 +416,7 @@ impl Ledger {
             return;
         }
         if let CallEnd::Returned(Ok(value), outcome) = &end
-            && outcome.executed()
+            && (outcome.executed() || outcome.reconciled())
             && outcome.attempt().is_some()
             && !net.history().was_reopened(self.calls[call].key, 0..)
             && self.calls[call].terms.remembers()
@@ -434,12 +550,20 @@ impl Ledger {
                 // under a newer token.
                 let ended = run.ended.as_ref().filter(|(event, _)| *event < later.started).map(|(_, end)| end);
                 let disturbed = || self.disturbed(net, met, call.process, call.made_at, later.started_at);
-                let promised = call.terms.on_crash == OnCrash::Fail && !matches!(ended, Some(BodyEnd::Error { .. }));
+                let is_settled = self.is_settled(key, run, later);
+                let is_doubtful = matches!(ended, Some(BodyEnd::Doubtful(_)));
+                // Under `retry`, a process that ends before it has recorded the doubt is like a crash.
+                if is_doubtful && !is_settled && (call.terms.on_crash == OnCrash::Fail || !disturbed()) {
+                    find(Check::Doubt, pair());
+                }
+                let promised = call.terms.on_crash == OnCrash::Fail
+                    && !is_settled
+                    && !matches!(ended, Some(BodyEnd::Error { .. } | BodyEnd::Doubtful(_)));
                 // A caller under `fail` must not take over from an attempt whose body may have begun.
                 let follows = &self.calls[later.call];
                 let took_over = later.attempt == run.attempt + 1
                     && matches!(&follows.end, Some((_, CallEnd::Returned(_, outcome))) if outcome.took_over());
-                if promised || (took_over && follows.terms.on_crash == OnCrash::Fail) {
+                if promised || (took_over && follows.terms.on_crash == OnCrash::Fail && !is_settled) {
                     find(Check::AtMostOnce, pair());
                 }
                 match (ended, call.end.as_ref().map(|(_, end)| end)) {
@@ -467,8 +591,18 @@ impl Ledger {
                 Ok(value) => Some(BodyEnd::Value(value.clone())),
                 Err(Failure::Lasting(text)) => Some(BodyEnd::Error { text: text.clone(), lasting: true }),
                 Err(Failure::Passing(text)) => Some(BodyEnd::Error { text: text.clone(), lasting: false }),
+                Err(Failure::Doubtful(text)) => Some(BodyEnd::Doubtful(text.clone())),
                 Err(Failure::Idempotency(_)) => None,
             };
+            let answers = |inquiry: &Inquiry| match (inquiry.end(), result) {
+                (Some(InquiryEnd::Done(answer)), Ok(value)) => answer == value,
+                (Some(InquiryEnd::Error(answer)), Err(Failure::Passing(error))) => answer == error,
+                _ => false,
+            };
+            let own = |inquiry: &&Inquiry| std::ptr::eq(&raw const self.calls[inquiry.call], call);
+            if outcome.reconciled() && result.is_ok() && !self.inquiries_of(key).filter(own).any(answers) {
+                find(Check::Reconciled, format!("no reconciler gave the answer of {call:?}"));
+            }
             if outcome.replayed() {
                 let number = outcome.attempt().unwrap_or_default();
                 let run = by_number(number);
@@ -476,7 +610,8 @@ impl Ledger {
                 let is_given = given(number).any(|(.., finish)| told.is_some() && said_by(finish) == told);
                 // If no operator reopened the key, the result that an operator recorded is its only result.
                 let only_given = given(number).next().is_some() && !net.history().was_reopened(key, 0..);
-                if !is_given && (only_given || !is_the_bodys) {
+                let is_answer = self.inquiries_of(key).any(|it| it.attempt == number && answers(it));
+                if !is_given && (only_given || !(is_answer || is_the_bodys)) {
                     find(
                         Check::Replay,
                         format!("{call:?} replays something else than {run:?}, resolved as {resolved:?}"),
@@ -494,6 +629,7 @@ impl Ledger {
             }
             if let Some(told) = &told
                 && !resolved.iter().any(|(.., finish)| said_by(finish).as_ref() == Some(told))
+                && !self.inquiries_of(key).any(answers)
                 && !runs.iter().any(|run| {
                     run.ended.as_ref().is_some_and(|(_, end)| end == told)
                         && (run.effect.is_some() || !matches!(told, BodyEnd::Value(_)))
@@ -509,9 +645,12 @@ impl Ledger {
                     Error::Interrupted { .. } => {
                         !disturbed
                             && !decided
-                            && !runs
-                                .iter()
-                                .any(|run| matches!(run.ended, None | Some((_, BodyEnd::Dropped | BodyEnd::Panicked))))
+                            && !runs.iter().any(|run| {
+                                matches!(
+                                    run.ended,
+                                    None | Some((_, BodyEnd::Dropped | BodyEnd::Panicked | BodyEnd::Doubtful(_)))
+                                )
+                            })
                     }
                     Error::AttemptsExhausted { attempts, .. } => {
                         let limit = call.terms.max_attempts;
@@ -553,10 +692,15 @@ impl Ledger {
     /// was marked, and its process was cut off before it learnt of the mark; or an operator broke the lease. After a
     /// takeover no request removes the mark, so the time of the takeover decides.
     fn is_in_doubt(&self, net: &Net, met: &[Met], key: usize, attempt: u32, call: &Call) -> bool {
-        let history = net.history();
         let heard = (call.end.as_ref().map_or(u64::MAX, |(event, _)| *event), call.ended_at);
-        let answer = history.refused_at(call.process, key, call.made_at, heard.0).unwrap_or(heard);
-        let (when, at) = history.taken_over_at(key, attempt).map_or(answer, |taken_over| taken_over.min(answer));
+        let answer = net.history().refused_at(call.process, key, call.made_at, heard.0).unwrap_or(heard);
+        let taken_over = net.history().taken_over_at(key, attempt);
+        self.is_in_doubt_at(net, met, key, attempt, taken_over.map_or(answer, |taken_over| taken_over.min(answer)))
+    }
+
+    /// Reports whether one of the reasons of [`is_in_doubt`](Self::is_in_doubt) applied at this event and time.
+    fn is_in_doubt_at(&self, net: &Net, met: &[Met], key: usize, attempt: u32, (when, at): (u64, u64)) -> bool {
+        let history = net.history();
         let is_dead = |process| self.kills.iter().any(|(killed, since)| *killed == process && *since <= at);
         let died = history.is_marked(key, attempt, when)
             && history.holder(key, attempt).is_some_and(|(process, _)| is_dead(process));
@@ -577,16 +721,20 @@ impl Ledger {
             let Some((when, CallEnd::Returned(Err(Failure::Idempotency(error)), _))) = &call.end else { continue };
             match **error {
                 Error::Interrupted { attempt, .. } => {
+                    let attempt = self.doubted(net, key, attempt);
                     let lapsed_under = net.history().holder(key, attempt).map(|(_, on_crash)| on_crash);
                     // An attempt under `retry` has no mark, so a caller under `fail` can't know whether its body began.
-                    let is_unmarked = lapsed_under == Some(OnCrash::Retry) && call.terms.on_crash == OnCrash::Fail;
+                    // A caller with a reconciler is under `fail`, and leaves the doubt to all later callers.
+                    let is_asked = net.history().is_in_doubt(key, attempt + 1);
+                    let is_unmarked =
+                        lapsed_under == Some(OnCrash::Retry) && (call.terms.on_crash == OnCrash::Fail || is_asked);
                     // Under `fail`, the process of a body that runs or has returned ends the attempt itself, however
-                    // late.
-                    let is_at_work = runs.iter().any(|run| {
+                    // late, unless a caller with a reconciler has taken over.
+                    let is_at_work = !is_asked && runs.iter().any(|run| {
                         let its = &self.calls[run.call];
                         let is_cut_off = matches!(
                             &run.ended,
-                            Some((event, BodyEnd::Dropped | BodyEnd::Panicked)) if event < when
+                            Some((event, BodyEnd::Dropped | BodyEnd::Panicked | BodyEnd::Doubtful(_))) if event < when
                         );
                         let is_here = its.process == call.process && its.terms.on_crash == OnCrash::Fail;
                         run.attempt == attempt && run.started < *when && is_here && !is_cut_off
@@ -605,7 +753,15 @@ impl Ledger {
                     }
                 }
                 Error::AttemptsExhausted { attempts, .. } => {
-                    let counts = |number: &u32| began(*number, *when) || self.is_in_doubt(net, met, key, *number, call);
+                    // A reconciler that was cut off is counted, unless its process has written that it is not.
+                    let is_cut_off = |number: u32| {
+                        let holder = net.history().holder(key, number).map(|(process, _)| process);
+                        let disturbed = |process| self.disturbed(net, met, process, 0, u64::MAX);
+                        net.history().is_in_doubt(key, number) && holder.is_some_and(disturbed)
+                    };
+                    let counts = |number: &u32| {
+                        began(*number, *when) || self.is_in_doubt(net, met, key, *number, call) || is_cut_off(*number)
+                    };
                     let latest = net.history().latest(key);
                     let limit = call.terms.max_attempts.unwrap_or(u32::MAX);
                     if attempts < limit || (1..=latest).filter(counts).count() < limit as usize {
@@ -616,7 +772,15 @@ impl Ledger {
             }
         }
         let Some(found) = net.truth(&net.history().key_of(key)) else { return };
-        let number = found.record.attempt;
+        let number = self.doubted(net, key, found.record.attempt);
+        // A caller with a reconciler has taken over an attempt whose mark was in doubt. The process of that attempt
+        // can't remove the mark any more.
+        let taken_over = net.history().taken_over_at(key, number);
+        let is_unmarked = number < found.record.attempt
+            && net.history().holder(key, number).is_some_and(|(_, on_crash)| on_crash == OnCrash::Retry);
+        if is_unmarked || taken_over.is_some_and(|taken_over| self.is_in_doubt_at(net, met, key, number, taken_over)) {
+            return;
+        }
         let is_interrupted = match found.record.state {
             State::Interrupted => true,
             State::Pending { on_crash, begun, .. } => begun && on_crash == OnCrash::Fail,
@@ -669,9 +833,11 @@ impl Ledger {
                 _ => None,
             };
             let ended = run.ended.as_ref().map_or(u64::MAX, |(event, _)| *event);
+            // The heartbeats of an attempt begin with its reconciler.
+            let asked = self.inquiries.iter().find(|inquiry| inquiry.call == run.call);
+            let began = asked.map_or(run.started, |inquiry| inquiry.started);
             let is_dropped = matches!(run.ended, Some((_, BodyEnd::Dropped)));
-            if is_dropped && reason == Some(None) && !net.history().was_refused(key, run.attempt, &(run.started..ended))
-            {
+            if is_dropped && reason == Some(None) && !net.history().was_refused(key, run.attempt, &(began..ended)) {
                 find(Check::Reason, format!("{run:?} of {call:?} was dropped without a reason"));
             }
             let Some((_, loss)) = self.losses.iter().find(|(process, _)| *process == call.process) else { continue };
@@ -711,6 +877,9 @@ impl Ledger {
             writeln!(text, "  call {n}: {call:?}").unwrap();
             for run in self.runs.iter().filter(|run| run.call == n) {
                 writeln!(text, "    {run:?}").unwrap();
+            }
+            for inquiry in self.inquiries.iter().filter(|inquiry| inquiry.call == n) {
+                writeln!(text, "    {inquiry:?}").unwrap();
             }
         }
         text

@@ -203,8 +203,8 @@ fn digest(done: &[bool], reference: &Reference, key: usize) -> u64 {
 }
 
 fn hash(entry: &Entry, hasher: &mut impl Hasher) {
-    let Entry { owner, decisions, by, attempt, starts, fingerprint, phase, forgotten_at } = entry;
-    (owner, decisions, by, attempt, starts, fingerprint, forgotten_at).hash(hasher);
+    let Entry { owner, decisions, by, attempt, starts, fingerprint, asked, phase, forgotten_at } = entry;
+    (owner, decisions, by, attempt, starts, fingerprint, asked, forgotten_at).hash(hasher);
     match phase {
         Phase::Pending { lease, ttl, on_crash, begun, lapses_at } => {
             (0, lease, ttl, *on_crash == OnCrash::Fail, begun, lapses_at).hash(hasher);
@@ -278,7 +278,8 @@ mod by_hand {
 
     fn by(owner: usize) -> Ask {
         let on_crash = OnCrash::Retry;
-        Ask { key: 0, owner, lease: LEASE, ttl: TTL, fingerprint: None, on_crash, max_attempts: None }
+        let (max_attempts, max_reconciliations) = (None, None);
+        Ask { key: 0, owner, lease: LEASE, ttl: TTL, fingerprint: None, on_crash, max_attempts, max_reconciliations }
     }
 
     fn reserve(owner: usize) -> OperationArgs {
@@ -286,7 +287,8 @@ mod by_hand {
     }
 
     fn reserved(attempt: u32, takeover: bool) -> OperationAnswer {
-        OperationAnswer::Reservation(Answer::Reserved { attempt, starts: attempt, fingerprint: None, takeover })
+        let (starts, fingerprint, in_doubt) = (attempt, None, false);
+        OperationAnswer::Reservation(Answer::Reserved { attempt, starts, fingerprint, takeover, in_doubt })
     }
 
     fn pending(attempt: u32, seconds: u64) -> OperationAnswer {
@@ -300,8 +302,8 @@ mod by_hand {
 
     fn finished(owner: usize, attempt: u32, byte: u8) -> OperationAnswer {
         let phase = Phase::Finished(result(byte));
-        let (decisions, by) = (0, String::new());
-        let entry = Entry { owner, decisions, by, attempt, starts: attempt, fingerprint: None, phase, forgotten_at: 0 };
+        let (decisions, by, asked, starts, fingerprint, forgotten_at) = (0, String::new(), 0, attempt, None, 0);
+        let entry = Entry { owner, decisions, by, attempt, starts, fingerprint, asked, phase, forgotten_at };
         OperationAnswer::Reservation(Answer::Finished(entry))
     }
 

@@ -64,6 +64,14 @@ pub(crate) enum DeliberateBreak {
     ReleasesNothingAfterOutages,
     /// The refusal of a lost right is reported as an outage.
     RefusalsAreOutages,
+    /// The answer `Unknown` of a reconciler becomes `NotDone`, as if the engine confused the two.
+    UnknownIsNotDone,
+    /// The answer `Unknown` of a reconciler becomes `Done`, with a value of nobody.
+    UnknownIsDone,
+    /// An uncertain error frees its key, as if the engine treated it like another error.
+    DoubtsAreReleased,
+    /// A reconciler runs under the number of the attempt in doubt, as if the engine reserved no attempt for it.
+    ReconcilersRepeatTheNumber,
 }
 
 /// Kind of a fault.
@@ -107,7 +115,7 @@ pub(crate) struct Net {
     truth: Arc<dyn Store>,
     weather: FaultRates,
     stormy: AtomicBool,
-    prank: DeliberateBreak,
+    pub(crate) prank: DeliberateBreak,
     history: Mutex<History>,
     met: Mutex<Vec<Met>>,
     outage: Mutex<Option<Arc<Outage>>>,
@@ -597,9 +605,12 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
         Request::Decide(decision) if decision.action != Action::BreakLease && is_live(&decision.key) => Some(decision),
         _ => None,
     };
-    let answer = match pretended {
-        Some(reply) => Ok(reply),
-        None => request.ask(store).await,
+    let mut answer = match (pretended, net.prank, request) {
+        (Some(reply), ..) => Ok(reply),
+        (None, DeliberateBreak::DoubtsAreReleased, Request::Release(lease, Release::Interrupted)) => {
+            Request::Release(lease.clone(), Release::Returned).ask(store).await
+        }
+        _ => request.ask(store).await,
     };
     if let (Request::Begin(_), Ok(Reply::Writes(verdicts))) = (request, &answer) {
         net.history().ops[ops[0]].applied = verdicts[0] == Verdict::Applied;
@@ -627,7 +638,11 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
     let said = match (&answer, request) {
         (Ok(Reply::Reservation(reservation)), Request::Reserve(request)) => {
             match reservation {
-                Reservation::Granted { lease, .. } => net.history().ops[ops[0]].granted = Some(lease.attempt),
+                Reservation::Granted { lease, in_doubt, .. } => {
+                    let mut history = net.history();
+                    let op = &mut history.ops[ops[0]];
+                    (op.granted, op.in_doubt) = (Some(lease.attempt), *in_doubt);
+                }
                 _ => drop(net.stale.lock().unwrap().insert(request.key.clone(), reservation.clone())),
             }
             Some(net.history().reservation(reservation))
@@ -635,6 +650,13 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
         (Ok(Reply::Inspection(found)), _) => Some(net.history().inspection(found.as_ref())),
         _ => None,
     };
+    if let (
+        DeliberateBreak::ReconcilersRepeatTheNumber,
+        Ok(Reply::Reservation(Reservation::Granted { lease, in_doubt: true, .. })),
+    ) = (net.prank, &mut answer)
+    {
+        lease.attempt -= 1;
+    }
     (answer, (at, said))
 }
 

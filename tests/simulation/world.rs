@@ -27,6 +27,7 @@ use idem_runtime::{
 use serde::{Deserialize, Serialize};
 use tokio::sync::Notify;
 
+use crate::bank::{Bank, Charges, find};
 use crate::dice::Dice;
 use crate::history::nanos;
 use crate::ledger::{BodyEnd, CallEnd, Check, FOR_EVER, Finding, Ledger, Terms};
@@ -41,6 +42,8 @@ pub(crate) enum Failure {
     /// Error that handlers with `on_error = record` record.
     Lasting(String),
     Passing(String),
+    /// Error whose effect is in doubt.
+    Doubtful(String),
     #[serde(skip)]
     Idempotency(Rc<Error>),
 }
@@ -48,7 +51,7 @@ pub(crate) enum Failure {
 impl Failure {
     pub(crate) fn text(&self) -> String {
         match self {
-            Self::Lasting(text) | Self::Passing(text) => text.clone(),
+            Self::Lasting(text) | Self::Passing(text) | Self::Doubtful(text) => text.clone(),
             Self::Idempotency(error) => error.to_string(),
         }
     }
@@ -103,6 +106,8 @@ const OUTAGES: u64 = 0x6865_6c64;
 const LOSSES: u64 = 0x6c6f_7373;
 /// Like [`DECIDERS`], for the dice that choose keys with one attempt.
 const SINGLES: u64 = 0x6f6e_6365;
+/// Like [`DECIDERS`], for the dice of banks and reconcilers.
+const BANKS: u64 = 0x7469_6c6c;
 
 /// Longest pause before another try of a late write that outlasts its lease, plus the time of that try.
 const LATE_WRITES: Duration = Duration::from_secs(15);
@@ -112,15 +117,17 @@ const UNMARKED: u8 = 2;
 
 /// Operation of one key, with its policy.
 #[derive(Debug)]
-struct Operation {
+pub(crate) struct Operation {
     key: Key,
     /// Index of the operation that bodies call; no message has this operation.
     inner: Option<usize>,
-    terms: Terms,
+    pub(crate) terms: Terms,
     /// True if deliveries differ in `on_crash`, as during a deployment.
     mixed: bool,
     /// True if the handler records lasting errors.
     records: bool,
+    /// Bank that bodies of the operation charge.
+    pub(crate) bank: Option<Bank>,
 }
 
 #[derive(Debug)]
@@ -149,7 +156,7 @@ struct Mishaps {
 }
 
 #[derive(Clone)]
-struct World(Rc<Shared>);
+pub(crate) struct World(Rc<Shared>);
 
 impl std::ops::Deref for World {
     type Target = Shared;
@@ -165,17 +172,18 @@ impl fmt::Debug for World {
     }
 }
 
-struct Shared {
-    simulation: Simulation,
-    net: Arc<Net>,
+pub(crate) struct Shared {
+    pub(crate) simulation: Simulation,
+    pub(crate) net: Arc<Net>,
     dice: Dice,
     /// Dice of operators whose decisions include results and forgetting.
     decider: Option<Dice>,
     /// Dice of outages.
     outages: Option<Dice>,
     losses: Option<Dice>,
-    ledger: RefCell<Ledger>,
-    operations: Vec<Operation>,
+    pub(crate) charges: Charges,
+    pub(crate) ledger: RefCell<Ledger>,
+    pub(crate) operations: Vec<Operation>,
     messages: RefCell<Vec<Message>>,
     changed: Notify,
     mishaps: Mishaps,
@@ -191,24 +199,33 @@ struct Process {
 }
 
 /// Delivery of a message, or a call that a body makes.
-struct Delivery {
-    world: World,
+pub(crate) struct Delivery {
+    pub(crate) world: World,
     line: Line,
-    operation: usize,
+    pub(crate) operation: usize,
     payload: u8,
     policy: Policy,
-    call: usize,
+    pub(crate) call: usize,
+    /// True if the handler has a reconciler.
+    asks: bool,
 }
 
 impl Delivery {
     /// Returns a delivery of a message, or a call that the body of the run `caller` makes.
     fn new(world: &World, line: &Line, operation: usize, payload: u8, caller: Option<usize>) -> Self {
-        let Operation { mut terms, mixed, .. } = world.operations[operation];
+        let Operation { mut terms, mixed, bank, .. } = world.operations[operation];
         if mixed {
             terms.on_crash = world.dice.pick(&[OnCrash::Retry, OnCrash::Fail]);
         }
+        // During a deployment only some processes have the release with a reconciler.
+        let bank = bank.filter(|bank| bank.not_found.is_some() && (!mixed || world.charges.dice.chance(500)));
+        if bank.is_some() {
+            terms.on_crash = OnCrash::Fail;
+        }
         let call = world.ledger.borrow_mut().call(operation, line.number(), terms, world.net.now(), caller);
-        Self { world: world.clone(), line: line.clone(), operation, payload, policy: terms.policy(), call }
+        let limit = bank.map_or(Policy::DEFAULT_MAX_RECONCILIATIONS, |bank| bank.max_reconciliations);
+        let (policy, asks) = (terms.policy().max_reconciliations(limit), bank.is_some());
+        Self { world: world.clone(), line: line.clone(), operation, payload, policy, call, asks }
     }
 
     fn operation(&self) -> &Operation {
@@ -254,9 +271,19 @@ async fn unmarked(delivery: &Delivery, _values: Values) -> Result<String, Failur
     body(delivery).await
 }
 
+/// Handler with a reconciler.
+#[idempotent(
+    key = "{delivery.key()}", scope = shared("simulation"), store = delivery.line, policy = delivery.policy,
+    fingerprint = delivery.payload, on_error = decide, on_crash = reconcile(find(delivery))
+)]
+async fn asking(delivery: &Delivery, _values: Values) -> Result<String, Failure> {
+    body(delivery).await
+}
+
 fn decide(failure: &Failure) -> OnError {
     match failure {
         Failure::Lasting(_) => OnError::Record,
+        Failure::Doubtful(_) => OnError::Uncertain,
         _ => OnError::Release,
     }
 }
@@ -322,7 +349,13 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
     let terms = delivery.operation().terms;
     let stormy = net.is_stormy();
     let name = format!("{}/{}/{number}", delivery.key(), running.attempt.number());
+    // A charge that was requested may happen, whatever the error is.
+    let requested = Cell::new(false);
     let fail = |lasting: bool| {
+        if requested.get() {
+            running.end(BodyEnd::Doubtful(name.clone()));
+            return Err(Failure::Doubtful(name.clone()));
+        }
         running.end(BodyEnd::Error { text: name.clone(), lasting });
         Err(if lasting { Failure::Lasting(name.clone()) } else { Failure::Passing(name.clone()) })
     };
@@ -332,6 +365,7 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
     };
     let steps = dice.between(1, 5);
     let effect_at = dice.between(0, steps - 1);
+    let mut charged = None;
     for step in 0..steps {
         match dice.between(0, 5) {
             0 => {}
@@ -363,6 +397,17 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
             // `panic!` would print a message.
             std::panic::resume_unwind(Box::new("a body panics"));
         }
+        if step == effect_at
+            && let Some(bank) = delivery.operation().bank
+        {
+            requested.set(true);
+            let answer = world.charge(delivery.operation, bank, &name).await;
+            running.believe();
+            if answer.is_none() {
+                return fail(false);
+            }
+            charged = answer;
+        }
         if step == effect_at {
             let event = net.history().event();
             net.history().note(format!("process {}: effect of {name}", line.number()));
@@ -373,9 +418,10 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
         }
     }
     // The value is sometimes larger than the policy allows.
-    let value = match dice.chance(60) {
-        true => format!("{name:-<99}"),
-        false => name.clone(),
+    let value = match (charged, dice.chance(60)) {
+        (Some(charged), _) => charged,
+        (None, true) => format!("{name:-<99}"),
+        (None, false) => name.clone(),
     };
     running.end(BodyEnd::Value(value.clone()));
     Ok(value)
@@ -385,7 +431,9 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
 async fn call_once(delivery: &Delivery) -> Result<String, Failure> {
     let values = Values { world: delivery.world.clone(), call: delivery.call };
     let (result, outcome) = match (delivery.payload, delivery.operation().records) {
-        (UNMARKED, _) => observe(unmarked(delivery, values)).await,
+        _ if delivery.asks => observe(asking(delivery, values)).await,
+        // An uncertain error of the earlier release would free its key.
+        (UNMARKED, _) if delivery.operation().bank.is_none() => observe(unmarked(delivery, values)).await,
         (_, true) => observe(recording(delivery, values)).await,
         (_, false) => observe(releasing(delivery, values)).await,
     };
@@ -395,7 +443,7 @@ async fn call_once(delivery: &Delivery) -> Result<String, Failure> {
 }
 
 impl World {
-    fn count(&self, what: &'static str) {
+    pub(crate) fn count(&self, what: &'static str) {
         *self.counts.borrow_mut().entry(what).or_default() += 1;
     }
 
@@ -409,6 +457,8 @@ impl World {
             (outcome.bypassed() == Some(Refusal::Store), "runs without protection"),
             (outcome.recorded() && result.is_err(), "errors that were recorded or replayed"),
             (outcome.recorded() && !outcome.result_stored(), "completions without their result"),
+            (outcome.reconciled() && result.is_ok(), "results that a reconciler supplied"),
+            (matches!(result, Err(Failure::Doubtful(_))) && outcome.uncertain(), "uncertain errors"),
         ];
         facts.into_iter().filter(|(is, _)| *is).for_each(|(_, what)| self.count(what));
         if let Err(Failure::Idempotency(error)) = result {
@@ -754,6 +804,24 @@ impl World {
         }
     }
 
+    /// Checks that a bank charged at most once for an operation whose reconciler is right, and that it charged for each
+    /// result. Not checked is an operation about which a person decided, or whose handlers differ.
+    fn check_charges(&self) {
+        for (n, operation) in self.operations.iter().enumerate() {
+            let Some(bank) = operation.bank else { continue };
+            let charges = self.charges.of(n);
+            let mut ledger = self.ledger.borrow_mut();
+            if let Some(text) = ledger.not_charged(&self.net, n, &charges) {
+                ledger.find(Check::Charged, n, text);
+            }
+            let is_right = bank.not_found.is_some() && !operation.mixed;
+            let is_decided = self.net.history().was_reopened(n, 0..) || !self.net.history().resolved(n).is_empty();
+            if is_right && !is_decided && operation.terms.ttl == FOR_EVER && charges.len() > 1 {
+                ledger.find(Check::Charged, n, format!("{bank:?} has charged {charges:?}"));
+            }
+        }
+    }
+
     /// Checks that no record is still held at the end.
     fn check_leftovers(&self) {
         let met = self.net.met();
@@ -823,12 +891,20 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
     for operation in operations.iter_mut().filter(|_| singles.chance(100)) {
         operation.terms.max_attempts = Some(1);
     }
+    let banks = Dice::new(seed ^ BANKS);
+    if banks.chance(300) {
+        for operation in operations.iter_mut().filter(|_| banks.chance(800)) {
+            operation.bank = Some(Bank::draw(&banks, operation.terms.lease, mishaps.blocked > 0));
+            // A body without a reservation would charge again, and a handler without `on_error` would free its key.
+            (operation.terms.on_store_error, operation.records) = (OnStoreError::Fail, true);
+        }
+    }
     for operation in &operations {
         net.history().key(&operation.key);
     }
     let storm = lease * u32::try_from(dice.between(2, 12)).expect("few");
     let with_payloads = dice.chance(500);
-    let messages = (0..dice.between(2, 16))
+    let mut messages: Vec<Message> = (0..dice.between(2, 16))
         .map(|_| Message {
             operation: usize::try_from(dice.between(0, operations.len() as u64 - 1)).expect("few"),
             payload: dice.pick(if with_payloads { &[0, 0, 0, 0, 0, 0, 1, UNMARKED, UNMARKED] } else { &[0] }),
@@ -836,6 +912,9 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
             settled: false,
         })
         .collect();
+    for message in messages.iter_mut().filter(|it| operations[it.operation].bank.is_some() && it.payload == UNMARKED) {
+        message.payload = 0;
+    }
     let world = World(Rc::new(Shared {
         simulation,
         net,
@@ -845,6 +924,7 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         decider: Some(Dice::new(seed ^ DECIDERS)).filter(|dice| dice.chance(300)),
         outages,
         losses,
+        charges: Charges::new(banks, operations.len()),
         ledger: RefCell::default(),
         operations,
         messages: RefCell::new(messages),
@@ -878,7 +958,14 @@ fn operations(dice: &Dice, lease: Duration) -> Vec<Operation> {
         };
         let key = Key::new("simulation", format!("k{n}")).expect("valid");
         let inner = (nested && n < count).then_some(count);
-        operations.push(Operation { key, inner, terms, mixed: dice.chance(200), records: dice.chance(500) });
+        operations.push(Operation {
+            key,
+            inner,
+            terms,
+            mixed: dice.chance(200),
+            records: dice.chance(500),
+            bank: None,
+        });
     }
     operations
 }
@@ -892,6 +979,7 @@ fn finish(world: World, seed: u64, stuck: Option<String>) -> Report {
         world.check_leftovers();
         let net = Arc::clone(&world.net);
         world.ledger.borrow_mut().close(&net);
+        world.check_charges();
     }
     for key in (0..world.operations.len()).filter(|_| ends) {
         let verdict = linearize::check(&world.net.history(), key);
