@@ -90,7 +90,7 @@ macro_rules! configurations {
 }
 
 configurations! {
-    lost crashes beats polls stuck_keys hangs endings drops drops_in_one_step late_takeovers at_most_once late_landings late_landings_counted one_side_fails errors_recorded waiting waits_and_fails waits_in_outages max_attempts
+    lost crashes beats polls stuck_keys hangs endings drops drops_in_one_step late_takeovers at_most_once late_landings late_landings_counted one_side_fails reconcilers reconcilers_unanswered reconcilers_cleaned_up some_reconcile reconcilers_counted uncertain_errors errors_recorded waiting waits_and_fails waits_in_outages max_attempts
     attempts_refunded first_attempt_lapses fingerprints refusals refused_renewals shadow two_keys three_workers restarts operators two_operators clocks_that_differ
     late_renewals_between_clocks marks_between_clocks one_value doubled_reservation
 }

@@ -20,6 +20,10 @@ pub(crate) struct Plan {
     pub(crate) wait: Option<u8>,
     /// True for `on_error = record`.
     pub(crate) record_errors: bool,
+    /// True for `on_error = uncertain`.
+    pub(crate) doubts: bool,
+    /// True for a call with a reconciler (`on_crash = reconcile`).
+    pub(crate) asks: bool,
     /// True for `on_store_error = run`.
     pub(crate) open: bool,
     /// True for `mode = shadow`: the call reserves and records, but its body always runs.
@@ -43,6 +47,8 @@ const CALL: Plan = Plan {
     max_attempts: None,
     wait: None,
     record_errors: false,
+    doubts: false,
+    asks: false,
     open: false,
     shadow: false,
     too_large: false,
@@ -59,6 +65,11 @@ impl Default for Plan {
 }
 
 impl Plan {
+    /// Returns whether the call asks its reconciler about an effect in doubt. A call in shadow mode asks nothing.
+    pub(crate) fn may_ask(&self) -> bool {
+        self.asks && !self.shadow
+    }
+
     /// Returns whether the body never returns.
     pub(crate) fn hangs(&self) -> bool {
         !self.may_succeed && !self.may_fail
@@ -66,6 +77,7 @@ impl Plan {
 }
 
 const FAIL: Plan = Plan { on_crash: OnCrash::Fail, ..CALL };
+const ASKS: Plan = Plan { asks: true, ..FAIL };
 const SUCCEEDS: Plan = Plan { may_fail: false, ..CALL };
 const ERRS: Plan = Plan { may_succeed: false, ..CALL };
 const WAITS: Plan = Plan { wait: Some(2), ..CALL };
@@ -187,8 +199,9 @@ impl Config {
 /// All configurations.
 pub(crate) fn all() -> Vec<Config> {
     use Scene::{
-        BelievesAfterRenewal, ErrorRecorded, Exhausted, InProgress, Interrupted, LateCompletion, LeaseLost, Mismatch,
-        PolledAgain, Replay, Shortened, StoreFailed, Takeover, TimedOut, TooLarge, Unprotected, Unrecorded, Waits,
+        BelievesAfterRenewal, BodyAfterDoubt, ErrorRecorded, Exhausted, InProgress, Interrupted, LateCompletion,
+        LeaseLost, Mismatch, PolledAgain, Reconciled, Replay, Shortened, StoreFailed, Takeover, TimedOut, TooLarge,
+        Unprotected, Unrecorded, Unresolved, Waits,
     };
     let nothing = Budget::default();
     let config = Config::new;
@@ -306,6 +319,59 @@ pub(crate) fn all() -> Vec<Config> {
             &[FAIL, CALL, FAIL],
             2,
             Budget { crashes: 1, ticks: 2, ..nothing },
+        )
+        .scenes(&[Interrupted]),
+        config(
+            "reconcilers",
+            "`on_crash = reconcile`: crashes in bodies and in reconcilers, next to other calls",
+            &[ASKS, ASKS, ASKS],
+            2,
+            Budget { crashes: 1, ticks: 2, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[Reconciled, BodyAfterDoubt, Unresolved, InProgress]),
+        config(
+            "reconcilers_unanswered",
+            "an uncertain error, then calls with reconcilers: drops, and reservations in doubt whose answers are lost",
+            &[Plan { doubts: true, may_succeed: false, ..ASKS }, ASKS, ASKS],
+            1,
+            Budget { cancels: 1, faults: 1, ticks: 1, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[Reconciled, Unresolved]),
+        config(
+            "reconcilers_cleaned_up",
+            "a call that is dropped while its body is marked, next to an uncertain error of a later attempt",
+            &[ASKS, Plan { doubts: true, may_succeed: false, ..ASKS }, ASKS],
+            2,
+            Budget { cancels: 1, ticks: 1, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[Reconciled, Unresolved]),
+        config(
+            "some_reconcile",
+            "an uncertain error, then a call with a reconciler, and one without",
+            &[Plan { doubts: true, ..FAIL }, ASKS, CALL],
+            2,
+            Budget { crashes: 1, ticks: 2, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[Reconciled, Interrupted]),
+        config(
+            "reconcilers_counted",
+            "`on_crash = reconcile` with `max_attempts = 2`: bodies are limited, and questions are not",
+            &[Plan { max_attempts: Some(2), doubts: true, may_succeed: false, ..ASKS }; 3],
+            1,
+            Budget { cancels: 1, ticks: 1, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[Exhausted, Reconciled]),
+        config(
+            "uncertain_errors",
+            "`on_error = uncertain` under `on_crash = retry`: an error whose effect may have happened",
+            &[Plan { doubts: true, ..CALL }; 3],
+            2,
+            Budget { cancels: 1, faults: 1, ticks: 2, ..nothing },
         )
         .scenes(&[Interrupted]),
         config(

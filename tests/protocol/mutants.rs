@@ -160,6 +160,11 @@ mutants! {
     /// shortens the lease.
     LateRenewalCutsShort => Rule::S1, "late_renewals_between_clocks";
 
+    /// The record of a reservation in doubt is not marked as begun.
+    DoubtUnmarked => Rule::S18, "reconcilers";
+    /// The store grants an operation in doubt to a call without a reconciler.
+    DoubtForAnybody => Rule::S18, "some_reconcile";
+
     // Mistakes in a call's steps. Each description says what the call does wrongly.
     /// A call counts its lease from the answer to its reservation, not from the request.
     LeaseCountsFromAnswer => Rule::S1Belief, "crashes";
@@ -229,6 +234,22 @@ mutants! {
     ShortenedRefusalIsFinal => Rule::Told, "endings";
     /// A body goes on after a heartbeat has found its lease lost.
     LostLeaseRunsOn => Rule::L4, "beats";
+    /// A body begins although the effect of an earlier attempt is in doubt.
+    DoubtIgnored => Rule::S18, "reconcilers";
+    /// A body begins after its reconciler has ended without an answer.
+    UnknownReadAsNotDone => Rule::S18, "reconcilers";
+    /// A reconciler that is dropped releases its key.
+    DroppedReconcilerReleases => Rule::S18, "reconcilers_unanswered";
+    /// The clean-up of a reservation in doubt releases the key.
+    CleanUpForgetsDoubt => Rule::S18, "reconcilers_unanswered";
+    /// The clean-up of a call that has marked its record is granted an operation that a later attempt left in doubt.
+    CleanUpAsks => Rule::S18, "reconcilers_cleaned_up";
+    /// The clean-up of a reservation without an answer releases a key that may be in doubt.
+    CleanUpReleasesUnseen => Rule::S18, "reconcilers_unanswered";
+    /// An attempt whose reconciler has ended without an answer counts against `max_attempts`.
+    QuestionsCount => Rule::S14, "reconcilers_counted";
+    /// An uncertain error frees the key.
+    UncertainErrorReleased => Rule::S18, "uncertain_errors";
     /// A temporary failure of the store ends the wait of a duplicate.
     FailureEndsWait => Rule::L3Outage, "waits_in_outages";
     /// A duplicate waits until it is woken, without a limit.
@@ -278,6 +299,7 @@ impl Mutant {
                 record.owner = OwnerToken::from_bytes([u8::MAX; OwnerToken::BYTES]);
             }
             Self::MaxAttemptsIgnored => asked.max_attempts = None,
+            Self::DoubtForAnybody if record.state == State::Interrupted => record.state = State::Released,
             Self::ReleasedFirstIsNotCounted if record.state == State::Released && record.attempt == 1 => {
                 record.attempts_used = record.attempts_used.saturating_sub(1);
             }
@@ -290,6 +312,11 @@ impl Mutant {
         match self {
             Self::TakeoverKeepsToken if takeover => with.owner = OwnerToken::from_bytes([met.owner; OwnerToken::BYTES]),
             Self::TakeoverKeepsNumber if takeover => with.attempt = met.attempt.into(),
+            Self::DoubtUnmarked => {
+                if let State::Pending { begun, .. } = &mut with.state {
+                    *begun = false;
+                }
+            }
             _ => {}
         }
     }

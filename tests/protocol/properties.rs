@@ -45,12 +45,13 @@ pub(crate) enum Rule {
     S12,
     S14,
     S17,
+    S18,
     Told,
     EndsInTime,
 }
 
 impl Rule {
-    pub(crate) const ALL: [Self; 30] = [
+    pub(crate) const ALL: [Self; 31] = [
         Self::S1,
         Self::S1Belief,
         Self::S1Start,
@@ -79,6 +80,7 @@ impl Rule {
         Self::S12,
         Self::S14,
         Self::S17,
+        Self::S18,
         Self::Told,
         Self::EndsInTime,
     ];
@@ -112,6 +114,9 @@ impl Rule {
             Self::S11 => "S11 no body is polled beyond its lease",
             Self::S15 => "S15 a decision is applied only to the record that its operator saw",
             Self::S17 => "S17 the values of a body are dropped before its key is freed",
+            Self::S18 => {
+                "S18 no body begins while the effect of an earlier one is in doubt, and none beside a reconciler"
+            }
             Self::Told => "no call whose result is recorded gets LeaseLost",
             Self::EndsInTime => "the end of an attempt is written within one lease, or given up",
             Self::S12 => "S12 a call that is dropped leaves its key free, and interrupted only if its body has started",
@@ -130,7 +135,7 @@ impl Rule {
             };
         }
         let condition: fn(&Config, &World) -> bool = kept!(S1 S1Belief S1Start S2 S3 S4 S5 S6 S7 S7Retry S8 LateEnd SuccessHeld
-            Fingerprint MaxAttempts KeysApart L1 L2 L3 L3Outage L4 L6 L7 S11 S15 S12 S14 S17 Told EndsInTime);
+            Fingerprint MaxAttempts KeysApart L1 L2 L3 L3Outage L4 L6 L7 S11 S15 S12 S14 S17 S18 Told EndsInTime);
         Property::always(self.name(), condition)
     }
 }
@@ -182,6 +187,9 @@ pub(crate) enum Scene {
     TimedOut,
     PolledAgain,
     Shortened,
+    Reconciled,
+    BodyAfterDoubt,
+    Unresolved,
 }
 
 impl Scene {
@@ -241,6 +249,16 @@ impl Scene {
                     })
                 })
             }
+            Self::Reconciled => ("a call returns the answer of its reconciler", |_, world| {
+                world.calls.iter().any(|call| {
+                    call.phase == Phase::Over(Class::Ok) && call.deed.recorded && call.deed.body == Body::NotStarted
+                })
+            }),
+            Self::BodyAfterDoubt => ("a body runs after a reconciler has found nothing", |_, world| {
+                let settled = world.calls.iter().any(|call| call.deed.body == Body::Forgiven);
+                settled && world.calls.iter().any(|call| matches!(call.phase, Phase::Body { .. }))
+            }),
+            Self::Unresolved => ("a reconciler does not know", |_, world| told(world, Class::Unresolved)),
             Self::Shortened => {
                 ("a completion is recorded without a result that the store could hold", |config, world| {
                     any(world, |slot| match slot.stand {
@@ -327,6 +345,9 @@ pub(crate) fn audit(
             let repeated = holds && is_released && deed.released;
             broken.note(Rule::S8, repeated && (answer == Answer::Write(Done::Refused) || changed));
             broken.note(Rule::SuccessHeld, changed && deed.body == Body::Returned { ok: true });
+            let freed = new.is_some_and(|new| new.stand == ModelState::Released);
+            let in_doubt = plan.doubts && matches!(deed.body, Body::Returned { ok: false } | Body::Doubted);
+            broken.note(Rule::S18, changed && freed && in_doubt);
         }
     }
     // The rules below hold for every request that presents an owner token.
@@ -351,7 +372,13 @@ pub(crate) fn audit(
             (deed.promised_until, deed.recorded) = (0, true);
             world.history[key].result.get_or_insert(kept);
         }
-        _ => (deed.promised_until, deed.released) = (0, true),
+        _ => {
+            (deed.promised_until, deed.released) = (0, true);
+            if plan.doubts && deed.body == (Body::Returned { ok: false }) {
+                deed.body = Body::Doubted;
+                world.history[key].doubt = true;
+            }
+        }
     }
 }
 
@@ -387,7 +414,7 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
     broken.note(Rule::Fingerprint, differs != (answer == Answer::Mismatch) || (differs && old != new));
     match answer {
         Answer::Reserved { .. } if repeated => broken.note(Rule::S8, old != new),
-        Answer::Reserved { attempt, .. } => {
+        Answer::Reserved { attempt, in_doubt, .. } => {
             broken.note(Rule::S3, was(|old| old.result().is_some()));
             broken.note(Rule::S4, attempt <= past.attempt);
             let promised = |other: CallId| {
@@ -399,8 +426,10 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
             // If the previous attempt is under `fail` and not marked, its body did not begin, and a
             // takeover is allowed.
             let interrupted = if dead_under_fail { was(Slot::begun) } else { is_fail(plan) };
-            broken.note(Rule::S5, was_pending && interrupted);
-            broken.note(Rule::S5, was(|old| old.stand == ModelState::Interrupted));
+            // A call with a reconciler gets the key of an operation in doubt, and of no other operation.
+            let interrupted = (was_pending && interrupted) || was(|old| old.stand == ModelState::Interrupted);
+            broken.note(Rule::S5, interrupted && !in_doubt);
+            broken.note(Rule::S18, in_doubt && (!plan.may_ask() || !interrupted));
         }
         Answer::Pending { .. } => {
             broken.note(Rule::S8, repeated);
@@ -432,7 +461,9 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
             let open = it.is_active() || (it.phase == Phase::Dead && was(Slot::begun));
             // Under `retry`, a body may begin without a mark. A caller under `fail` must then get `Interrupted`.
             let unmarked = before == NOBODY || !is_fail(&config.plans[usize::from(before)]);
-            broken.note(Rule::S14, !started && !open && !unmarked);
+            // A reconciler without an answer leaves its key interrupted.
+            broken.note(Rule::S14, !started && !open && !unmarked && !past.doubt);
+            broken.note(Rule::L1, matches!(ask, RequestKind::Reserve { asks: true, .. }));
             let fail = is_fail(plan) || before == NOBODY || is_fail(&config.plans[usize::from(before)]);
             broken.note(Rule::L1, !fail && was(|old| old.stand != ModelState::Interrupted));
         }
@@ -448,6 +479,7 @@ fn audit_reservation(config: &Config, world: &mut World, old: Option<Slot>, requ
         deed.promised_until = if repeated { deed.promised_until } else { promised };
         let past = &mut world.history[key];
         (past.holder, past.attempt) = (token, attempt);
+        past.doubt |= matches!(answer, Answer::Reserved { in_doubt: true, .. });
         let first_lapsed = old.is_some_and(|old| was_pending && old.attempt == 1 && !old.begun());
         past.spared |= first_lapsed && past.bodies > 0;
         past.mark = past.mark.or(plan.mark);
@@ -473,7 +505,28 @@ pub(crate) fn audit_reopen(config: &Config, world: &mut World, met: &Slot, sight
     world.broken.note(Rule::S1, live);
     world.broken.note(Rule::S4, world.slots[at].is_none_or(|slot| slot.attempt < world.history[at].attempt));
     let past = &mut world.history[at];
-    (past.result, past.bodies, past.spared) = (None, 0, false);
+    (past.result, past.bodies, past.spared, past.doubt) = (None, 0, false, false);
+}
+
+/// Checks a reconciler's answer that no effect has happened or can happen. The earlier bodies of the key need not
+/// return.
+pub(crate) fn settles(config: &Config, world: &mut World, who: CallId) {
+    let key = config.plans[usize::from(who)].key;
+    world.broken.note(Rule::S1Start, world.believed(config, who) == 0);
+    world.history[usize::from(key)].doubt = false;
+    for (other, (plan, call)) in (0..).zip(config.plans.iter().zip(&mut world.calls)) {
+        let open = matches!(call.deed.body, Body::Running | Body::Gone | Body::Doubted);
+        if other != who && plan.key == key && open {
+            call.deed.body = Body::Forgiven;
+        }
+    }
+}
+
+/// Checks a body that `max_attempts` forbids after its reconciler has found nothing.
+pub(crate) fn exhausts(config: &Config, world: &mut World, who: CallId) {
+    let plan = &config.plans[usize::from(who)];
+    let begun = world.history[usize::from(plan.key)].bodies;
+    world.broken.note(Rule::S14, plan.max_attempts.is_some_and(|max| begun < max));
 }
 
 /// Checks the start of a body.
@@ -486,8 +539,16 @@ pub(crate) fn body_starts(config: &Config, world: &mut World, who: CallId) {
         other != who && its.key == plan.key && is_fail(its) && open
     };
     let followed = (0..config.count()).any(unreturned);
+    let doubted = |other: CallId| {
+        let its = &config.plans[usize::from(other)];
+        let runs = its.asks && world.call(other).phase == Phase::Asking && world.believed(config, other) > 0;
+        other != who && its.key == plan.key && (world.call(other).deed.body == Body::Doubted || runs)
+    };
+    let doubted = (0..config.count()).any(doubted) || (plan.may_ask() && followed);
     // If an operator closed an attempt before its body began, the operator is responsible for the overlap.
-    world.broken.note(Rule::S5, followed && world.call(who).deed.body != Body::Forgiven);
+    let is_closed = world.call(who).deed.body == Body::Forgiven;
+    world.broken.note(Rule::S5, followed && !plan.may_ask() && !is_closed);
+    world.broken.note(Rule::S18, doubted && !is_closed);
     world.broken.note(Rule::S6, !world.call(who).deed.granted);
     world.broken.note(Rule::S1Start, world.believed(config, who) == 0);
     world.history[key].bodies += 1;
@@ -603,8 +664,8 @@ fn rests(config: &Config, world: &World, key: u8, broken: &mut Broken) {
     let (call, plan) = (world.call(who), &config.plans[usize::from(who)]);
     let (is_dead, has_begun) = (call.phase == Phase::Dead, call.deed.body != Body::NotStarted);
     // Whether the body was polled is unknown if its process died after the mark.
-    let may_have_begun = has_begun || (is_dead && slot.begun());
-    broken.note(Rule::S14, slot.stand == ModelState::Interrupted && !has_begun);
+    let may_have_begun = has_begun || past.doubt || (is_dead && slot.begun());
+    broken.note(Rule::S14, slot.stand == ModelState::Interrupted && !has_begun && !past.doubt);
     if !slot.is_pending() {
         return;
     }

@@ -72,6 +72,8 @@ pub(crate) struct Slot {
     /// Number of the operator who decided last. The number is 0 before the first decision, and for operator 0, who
     /// gives no name.
     pub(crate) by: u8,
+    /// Number of questions to the reconciler since the last decision.
+    pub(crate) asked: u8,
     pub(crate) attempt: u8,
     pub(crate) starts: u8,
     pub(crate) mark: Option<u8>,
@@ -134,6 +136,7 @@ pub(crate) enum RequestKind {
     Reserve {
         sent: u8,
         over: Option<Met>,
+        asks: bool,
     },
     /// Renews the lease of the attempt with this number. [`Reserve`](Self::Reserve) explains `sent`.
     Renew {
@@ -172,6 +175,7 @@ pub(crate) enum ReleaseKind {
     Returned,
     NotStarted,
     Interrupted,
+    Unresolved,
 }
 
 impl ReleaseKind {
@@ -180,7 +184,13 @@ impl ReleaseKind {
             Self::Returned => Release::Returned,
             Self::NotStarted => Release::NotStarted,
             Self::Interrupted => Release::Interrupted,
+            Self::Unresolved => Release::Unresolved,
         }
+    }
+
+    /// Release of a reservation whose call ends before its body begins. An effect in doubt stays in doubt.
+    pub(crate) fn unused(in_doubt: bool) -> Self {
+        if in_doubt { Self::Unresolved } else { Self::NotStarted }
     }
 
     /// Release of an attempt whose body was dropped.
@@ -196,6 +206,7 @@ pub(crate) enum Answer {
         attempt: u8,
         starts: u8,
         takeover: bool,
+        in_doubt: bool,
     },
     Pending {
         attempt: u8,
@@ -262,6 +273,8 @@ pub(crate) struct Call {
     pub(crate) refused: bool,
     /// True once the call has requested a mark: from then on the record may be marked as begun.
     pub(crate) marked: bool,
+    /// True if the effect of an earlier attempt is in doubt, and the call has not settled the doubt.
+    pub(crate) in_doubt: bool,
     pub(crate) deed: CallFacts,
 }
 
@@ -282,6 +295,7 @@ impl Call {
         lost: false,
         refused: false,
         marked: false,
+        in_doubt: false,
         deed: CallFacts {
             body: Body::NotStarted,
             values: false,
@@ -317,7 +331,9 @@ pub(crate) enum Phase {
     GivingBack { line: Line },
     /// The call waits for another attempt to end.
     Waiting { attempt: u8, until: u8, woken: bool },
-    /// The body is being polled, and may block in the poll, or waits for its next poll.
+    /// The reconciler runs, before the body may run.
+    Asking,
+    /// The body is being polled, and may block in this poll; or the body waits for its next poll.
     Body { polled: bool },
     /// The body was ended before it returned, and its values are being dropped. Then `ending` is written, and the
     /// caller gets `told`.
@@ -398,6 +414,8 @@ pub(crate) enum Class {
     InProgress,
     Mismatch,
     Interrupted,
+    /// The reconciler has ended without an answer.
+    Unresolved,
     Exhausted,
     LeaseLost,
     Unrecorded,
@@ -435,6 +453,8 @@ pub(crate) enum Body {
     Returned {
         ok: bool,
     },
+    /// The body returned an error in doubt, and the store has recorded the doubt.
+    Doubted,
     /// The body started and will not return: its process died, it was cancelled, it panicked, or its lease was lost.
     Gone,
     /// An operator, or the end of the retention, closed the attempt, whether or not its body had started.
@@ -459,11 +479,21 @@ pub(crate) struct History {
     pub(crate) spared: bool,
     /// Number of applied decisions of operators.
     pub(crate) decided: u8,
+    /// True while an effect is in doubt: a reconciler was asked, or the store has recorded an uncertain error.
+    pub(crate) doubt: bool,
 }
 
 impl History {
-    pub(crate) const NONE: Self =
-        Self { holder: NOBODY, attempt: 0, mark: None, result: None, bodies: 0, spared: false, decided: 0 };
+    pub(crate) const NONE: Self = Self {
+        holder: NOBODY,
+        attempt: 0,
+        mark: None,
+        result: None,
+        bodies: 0,
+        spared: false,
+        decided: 0,
+        doubt: false,
+    };
 }
 
 /// Number of events outside of the protocol that may happen.

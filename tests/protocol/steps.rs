@@ -51,6 +51,12 @@ pub(crate) enum Action {
     GivesUp(CallId),
     /// The body returns: `Ok` if true, `Err` otherwise.
     Returns(CallId, bool),
+    /// The reconciler supplies the result of the effect in doubt.
+    Finds(CallId),
+    /// The reconciler answers that nothing happened, and nothing can.
+    FindsNothing(CallId),
+    /// The reconciler ends without an answer.
+    DoesNotKnow(CallId),
     /// A poll of the body ends, and leaves it pending.
     Yields(CallId),
     /// The body is polled again.
@@ -221,6 +227,12 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
                     }
                 }
             }
+            Phase::Asking if is_over(config, world, call) => actions.push(Action::TimesOut(who)),
+            Phase::Asking if gives_up(config, world, who) => actions.push(Action::GivesUp(who)),
+            Phase::Asking if may_be_polled(config, world, who) => {
+                actions.extend([Action::Finds(who), Action::FindsNothing(who), Action::DoesNotKnow(who)]);
+            }
+            Phase::Asking => {}
             Phase::Body { polled: true } => {
                 let plan = config.plan(who);
                 if plan.may_succeed {
@@ -320,7 +332,7 @@ fn beats(config: &Config, world: &World, who: CallId) -> bool {
     let kept = match call.phase {
         Phase::Body { .. } | Phase::Dropping { .. } if call.refused => false,
         Phase::Body { .. } => !is_over(config, world, call) || config.is(Mutant::RenewedBeyondTimeout),
-        Phase::Dropping { .. } => true,
+        Phase::Dropping { .. } | Phase::Asking => true,
         Phase::Ending { late, .. } => late.is_none(),
         _ => false,
     };
@@ -349,7 +361,8 @@ fn gives_up(config: &Config, world: &World, who: CallId) -> bool {
 }
 
 fn waits_for_lease(config: &Config, world: &World, who: CallId) -> bool {
-    world.call(who).phase == (Phase::Body { polled: false }) && !may_be_polled(config, world, who)
+    let waits = matches!(world.call(who).phase, Phase::Body { polled: false } | Phase::Asking);
+    waits && !may_be_polled(config, world, who)
 }
 
 /// Record at the end of a wait, as the answer to a reservation; `None` if the call must reserve.
@@ -367,7 +380,7 @@ fn told(config: &Config, world: &World, who: CallId) -> Option<Answer> {
         let goes_on = !alone && lapses_in > 0 && call.give_up_at > world.now;
         return goes_on.then_some(Answer::Pending { attempt: met.attempt, lapses_in });
     }
-    let answer = store::reserves(config, &mut slot, token(who, call.generation), over, reading);
+    let answer = store::reserves(config, &mut slot, token(who, call.generation), (over, true), reading);
     match answer {
         Answer::Finished { .. } | Answer::Mismatch | Answer::Interrupted => Some(answer),
         Answer::Exhausted => (alone || met.stand != ModelState::Released).then_some(answer),
@@ -448,18 +461,32 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
         }
         // A body whose lease can't be renewed ends like a body after its time-out.
         Action::GivesUp(who) => {
+            let how = dropped(config, world, who);
             body_is_gone(world, who);
-            drops_values(config, world, who, ReleaseKind::dropped(config.plan(who).on_crash), Class::LeaseLost);
+            drops_values(config, world, who, how, Class::LeaseLost);
         }
         Action::Returns(who, ok) => returns(config, world, who, ok),
+        Action::Finds(who) => {
+            world.call_mut(who).in_doubt = false;
+            let ending = Ending::Finish { kept: ModelResult::Stored(who), ok: true };
+            world.call_mut(who).phase = Phase::Ending { ending, late: None, line: Line::Sent };
+        }
+        Action::FindsNothing(who) => finds_nothing(config, world, who),
+        Action::DoesNotKnow(who) if config.is(Mutant::UnknownReadAsNotDone) => starts_body(config, world, who),
+        Action::DoesNotKnow(who) => {
+            let how =
+                if config.is(Mutant::QuestionsCount) { ReleaseKind::Interrupted } else { ReleaseKind::Unresolved };
+            world.call_mut(who).phase = Phase::Ending { ending: Ending::Release(how), late: None, line: Line::Sent };
+        }
         Action::Yields(who) => yields(config, world, who),
         Action::IsPolled(who) => {
             properties::polls(config, world, who);
             world.call_mut(who).phase = Phase::Body { polled: true };
         }
         Action::TimesOut(who) => {
+            let how = dropped(config, world, who);
             body_is_gone(world, who);
-            drops_values(config, world, who, ReleaseKind::dropped(config.plan(who).on_crash), Class::TimedOut);
+            drops_values(config, world, who, how, Class::TimedOut);
         }
         Action::LosesValues(who) => loses_values(config, world, who),
         // A dropped call still writes the end of its attempt; a dead process leaves only the requests that
@@ -569,8 +596,10 @@ impl World {
 
     pub(crate) fn holds_in_body_or_end(&self, who: CallId) -> bool {
         let call = self.call(who);
-        let is_at_it =
-            matches!(call.phase, Phase::Body { .. } | Phase::Dropping { .. } | Phase::Ending { late: None, .. });
+        let is_at_it = matches!(
+            call.phase,
+            Phase::Asking | Phase::Body { .. } | Phase::Dropping { .. } | Phase::Ending { late: None, .. }
+        );
         call.deed.granted && is_at_it
     }
 }
@@ -590,7 +619,9 @@ fn line(call: &mut Call) -> &mut Line {
 pub(crate) fn pending_request(config: &Config, world: &World, who: CallId) -> Option<Request> {
     let call = world.call(who);
     let ask = match call.phase {
-        Phase::Reserving { what, .. } => RequestKind::Reserve { sent: what.at, over: what.over },
+        Phase::Reserving { what, .. } => {
+            RequestKind::Reserve { sent: what.at, over: what.over, asks: config.plan(who).may_ask() }
+        }
         Phase::Confirming { at, .. } => return Some(renewal(config, world, who, at)),
         Phase::Marking { at, .. } => {
             RequestKind::Begin { sent: if config.skew.is_some() { at } else { 0 }, attempt: call.attempt }
@@ -613,7 +644,14 @@ pub(crate) fn pending_request(config: &Config, world: &World, who: CallId) -> Op
             Ending::Shortened { ok: false } | Ending::LeftOut { ok: false } => {
                 RequestKind::Release(ReleaseKind::Returned)
             }
-            Ending::CleanUp(what) => RequestKind::Reserve { sent: what.at, over: what.over },
+            Ending::CleanUp(what) => {
+                // The record of a marked call may hold a doubt of a later attempt, which the clean-up leaves alone.
+                let asks = config.plan(who).may_ask() && (!call.marked || config.is(Mutant::CleanUpAsks));
+                RequestKind::Reserve { sent: what.at, over: what.over, asks }
+            }
+            Ending::GiveBack if !config.is(Mutant::CleanUpForgetsDoubt) => {
+                RequestKind::Release(ReleaseKind::unused(call.in_doubt && !call.marked))
+            }
             Ending::GiveBack | Ending::TryRelease => RequestKind::Release(ReleaseKind::NotStarted),
         },
         _ => return None,
@@ -672,9 +710,9 @@ pub(crate) fn store_does(config: &Config, world: &mut World, request: Request) -
     let answer = {
         let reading = |world: &World, sent| config.reading(world, who, sent);
         match ask {
-            RequestKind::Reserve { sent, over } => {
+            RequestKind::Reserve { sent, over, asks } => {
                 let reading = reading(world, sent);
-                store::reserves(config, &mut world.slots[usize::from(key)], token, over, reading)
+                store::reserves(config, &mut world.slots[usize::from(key)], token, (over, asks), reading)
             }
             RequestKind::Renew { sent, attempt } => {
                 let reading = reading(world, sent);
@@ -781,12 +819,12 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: CallId, answer: Ans
     match (world.call(who).phase, answer) {
         // A call renews a granted lease that is over, then marks the record if its body needs a mark, and then starts
         // the body.
-        (Phase::Reserving { .. }, Answer::Reserved { attempt, starts, .. }) => {
+        (Phase::Reserving { .. }, Answer::Reserved { attempt, starts, in_doubt, .. }) => {
             if config.is(Mutant::LeaseCountsFromAnswer) {
                 world.call_mut(who).asked_at = now;
             }
             let call = world.call_mut(who);
-            (call.attempt, call.starts) = (attempt, starts);
+            (call.attempt, call.starts, call.in_doubt) = (attempt, starts, in_doubt);
             if world.believed(config, who) == 0 && !config.is(Mutant::LateAnswerStartsBody) {
                 world.call_mut(who).phase = Phase::Confirming { at: now, line: Line::Sent };
             } else {
@@ -872,7 +910,10 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: CallId, answer: Ans
         // The clean-up repeats its reservation until that reservation can't take effect any more.
         (Phase::Ending { ending: Ending::CleanUp(_), late, .. }, answer) => {
             let ending = match answer {
-                Answer::Reserved { .. } => Ending::GiveBack,
+                Answer::Reserved { in_doubt, .. } => {
+                    world.call_mut(who).in_doubt = in_doubt;
+                    Ending::GiveBack
+                }
                 Answer::Free(over) => Ending::CleanUp(message(config, world, over)),
                 // The key is released or another owner holds it, and no request under way can change this.
                 _ => return over(config, world, who, late.unwrap_or(Class::Dropped)),
@@ -907,8 +948,7 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: CallId, answer: Ans
             if refused {
                 return unrecorded(config, world, who, late, Class::LeaseLost);
             }
-            let told = if is_ok(ending) { Class::Ok } else { Class::Err };
-            over(config, world, who, late.unwrap_or(told));
+            over(config, world, who, late.unwrap_or(told_after(ending)));
         }
         (phase, answer) => unreachable!("{answer:?} is no answer to {phase:?}"),
     }
@@ -933,6 +973,17 @@ fn is_ok(ending: Ending) -> bool {
     matches!(ending, Ending::Finish { ok: true, .. } | Ending::Shortened { ok: true } | Ending::LeftOut { ok: true })
 }
 
+/// Answer to the caller once the end of its attempt is written.
+fn told_after(ending: Ending) -> Class {
+    match ending {
+        Ending::Release(ReleaseKind::Unresolved) => Class::Unresolved,
+        // The reconciler found nothing, and `max_attempts` allows no body.
+        Ending::Release(ReleaseKind::NotStarted) => Class::Exhausted,
+        _ if is_ok(ending) => Class::Ok,
+        _ => Class::Err,
+    }
+}
+
 /// Reserves for a new attempt with another owner token. A call without further tokens fails with `trouble`.
 fn reserve_as_another(config: &Config, world: &mut World, who: CallId, trouble: Trouble) {
     if world.call(who).generation + 1 == TOKENS {
@@ -951,6 +1002,13 @@ fn marks(config: &Config, plan: &Plan, attempt: u8) -> bool {
 
 fn marks_or_starts(config: &Config, world: &mut World, who: CallId) {
     let (now, attempt) = (world.now, world.call(who).attempt);
+    if world.call(who).in_doubt && !config.is(Mutant::DoubtIgnored) {
+        let stop_at = stops_at(config, world, who);
+        let call = world.call_mut(who);
+        (call.give_up_at, call.unanswered, call.registered) = (0, None, true);
+        (call.stop_at, call.phase) = (stop_at, Phase::Asking);
+        return;
+    }
     if !marks(config, config.plan(who), attempt) {
         return starts_body(config, world, who);
     }
@@ -959,18 +1017,40 @@ fn marks_or_starts(config: &Config, world: &mut World, who: CallId) {
     call.phase = Phase::Marking { tries: 1, at: now, line: Line::Sent };
 }
 
+/// Processes the answer of a reconciler that nothing happened: the body runs, unless `max_attempts` forbids it.
+fn finds_nothing(config: &Config, world: &mut World, who: CallId) {
+    let plan = config.plan(who);
+    properties::settles(config, world, who);
+    world.call_mut(who).in_doubt = false;
+    match plan.max_attempts.is_some_and(|max| world.call(who).starts > max) {
+        true => {
+            properties::exhausts(config, world, who);
+            let ending = Ending::Release(ReleaseKind::NotStarted);
+            world.call_mut(who).phase = Phase::Ending { ending, late: None, line: Line::Sent };
+        }
+        false => starts_body(config, world, who),
+    }
+}
+
 fn starts_body(config: &Config, world: &mut World, who: CallId) {
     properties::body_starts(config, world, who);
+    let stop_at = stops_at(config, world, who);
     let call = world.call_mut(who);
-    (call.give_up_at, call.unanswered) = (0, None);
+    (call.give_up_at, call.unanswered, call.in_doubt) = (0, None, false);
     if call.deed.body == Body::NotStarted {
         call.deed.body = Body::Running;
     }
     call.deed.values = true;
     // The body is registered for heartbeats before its first poll, which may block.
     call.registered = !config.is(Mutant::RegisteredWhenPending);
-    call.stop_at = config.plan(who).timeout.map_or(0, |timeout| call.asked_at + timeout * config.unit());
+    // The time limit of a reconciler includes its body.
+    call.stop_at = if call.stop_at > 0 { call.stop_at } else { stop_at };
     call.phase = Phase::Body { polled: true };
+}
+
+/// Time at which a body, or the reconciler before it, has run for too long; 0 for never.
+fn stops_at(config: &Config, world: &World, who: CallId) -> u8 {
+    config.plan(who).timeout.map_or(0, |timeout| world.call(who).asked_at + timeout * config.unit())
 }
 
 /// Ends a poll of the body, which stays pending.
@@ -1050,7 +1130,7 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: CallId, trouble: Tr
         }
         Phase::Ending { ending: Ending::Release(how), late: None, .. } => {
             // The caller gets the body's error without waiting until the key is free.
-            late(config, world, who, Ending::Release(how), Class::Err);
+            late(config, world, who, Ending::Release(how), told_after(Ending::Release(how)));
         }
         Phase::Ending { ending, late, .. } => ending_fails(config, world, who, trouble, (ending, late)),
         phase => unreachable!("{phase:?} waits for no answer"),
@@ -1114,8 +1194,10 @@ fn ending_fails(
     if let (Ending::Finish { kept: ModelResult::Stored(_), ok }, true) = (ending, too_long) {
         return next(world, Ending::Shortened { ok });
     }
-    // The clean-up's reservation may have taken effect.
-    if matches!(ending, Ending::CleanUp(_)) && trouble == Trouble::Unknown {
+    // The clean-up's reservation may have taken effect. A call with a reconciler may have got the key of an operation
+    // in doubt, and releases only a key whose record it has seen.
+    let seen = world.call(who).marked || !config.plan(who).may_ask() || config.is(Mutant::CleanUpReleasesUnseen);
+    if matches!(ending, Ending::CleanUp(_)) && trouble == Trouble::Unknown && seen {
         return next(world, Ending::TryRelease);
     }
     // The write is repeated for one lease while the lease may be held. Some late writes are repeated for longer.
@@ -1178,7 +1260,7 @@ fn hears_beat(config: &Config, world: &mut World, who: CallId) {
         }
         Done::Refused => {
             call.lost = true;
-            if call.phase == (Phase::Body { polled: false }) {
+            if matches!(call.phase, Phase::Body { polled: false } | Phase::Asking) {
                 loses(config, world, who);
             }
         }
@@ -1188,7 +1270,11 @@ fn hears_beat(config: &Config, world: &mut World, who: CallId) {
 /// Lets the body return, and starts the last write of the call: it records the output, or releases the key after an
 /// error that is not recorded.
 pub(crate) fn returns(config: &Config, world: &mut World, who: CallId, ok: bool) {
-    let ending = match (ok, config.plan(who).record_errors) {
+    let plan = config.plan(who);
+    let ending = match (ok, plan.record_errors) {
+        (false, _) if plan.doubts && !config.is(Mutant::UncertainErrorReleased) => {
+            Ending::Release(ReleaseKind::Interrupted)
+        }
         (false, false) => Ending::Release(ReleaseKind::Returned),
         _ => Ending::Finish { kept: ModelResult::Stored(who), ok },
     };
@@ -1223,6 +1309,13 @@ pub(crate) fn is_dropped(config: &Config, world: &mut World, who: CallId) {
             clean_up(config, world, who, Class::Dropped);
         }
         Phase::Waiting { .. } if call.unanswered.is_some() => clean_up(config, world, who, Class::Dropped),
+        Phase::Asking => {
+            let how = match config.mutant {
+                Some(Mutant::DroppedReconcilerReleases) => ReleaseKind::NotStarted,
+                _ => ReleaseKind::Unresolved,
+            };
+            late(config, world, who, Ending::Release(how), Class::Dropped);
+        }
         Phase::Body { .. } => {
             let how = match config.mutant {
                 Some(Mutant::DroppedUnderFailIsReleased) => ReleaseKind::Returned,
@@ -1241,6 +1334,14 @@ pub(crate) fn is_dropped(config: &Config, world: &mut World, who: CallId) {
             late(config, world, who, ending, Class::Dropped);
         }
         _ => over(config, world, who, Class::Dropped),
+    }
+}
+
+/// Release of an attempt whose body or reconciler is cancelled.
+fn dropped(config: &Config, world: &World, who: CallId) -> ReleaseKind {
+    match world.call(who).phase {
+        Phase::Asking => ReleaseKind::Unresolved,
+        _ => ReleaseKind::dropped(config.plan(who).on_crash),
     }
 }
 

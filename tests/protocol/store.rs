@@ -2,7 +2,7 @@
 //!
 //! `traces.rs` compares these answers with the memory store's answers.
 
-use std::num::NonZeroU32;
+use std::num::{NonZeroU16, NonZeroU32};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -38,6 +38,7 @@ pub(crate) fn reserve(token: Token, plan: &Plan, lease: u8) -> ReserveRequest {
     .fingerprint(plan.mark.map(fingerprint))
     .on_crash(plan.on_crash)
     .max_attempts(plan.max_attempts.and_then(|max| NonZeroU32::new(max.into())))
+    .max_reconciliations(NonZeroU16::new(99).filter(|_| plan.may_ask()))
 }
 
 fn owner(token: Token) -> OwnerToken {
@@ -112,7 +113,10 @@ impl Slot {
         let mut record = Record::new(owner, self.attempt.into(), self.stand.state(TICK * u32::from(lease)));
         record.attempts_used = self.starts.into();
         record.fingerprint = self.mark.map(fingerprint);
-        record.provenance = Provenance::default().with_decision(NAMES[usize::from(self.by)], "");
+        record.provenance = match self.asked {
+            0 => Provenance::default().with_decision(NAMES[usize::from(self.by)], ""),
+            asked => Provenance::default().with_decision("reconciler", &format!("question {asked}")),
+        };
         record
     }
 
@@ -136,8 +140,9 @@ impl Slot {
                 NAMES
                     .iter()
                     .position(|name| *name == record.provenance.decided_by().unwrap_or_default())
-                    .expect("known"),
+                    .unwrap_or_default(),
             ),
+            asked: small(record.provenance.reconciliations()),
             attempt: small(record.attempt),
             starts: small(record.attempts_used),
             mark: record.fingerprint.map(|mark| mark.as_bytes()[1]),
@@ -158,9 +163,12 @@ impl Met {
 /// Converts an answer of the runtime's store to the model's type.
 pub(crate) fn answer(reservation: &Reservation) -> Answer {
     match reservation {
-        Reservation::Granted { lease, takeover, .. } => {
-            Answer::Reserved { attempt: small(lease.attempt), starts: small(lease.attempts_used), takeover: *takeover }
-        }
+        Reservation::Granted { lease, takeover, in_doubt, .. } => Answer::Reserved {
+            attempt: small(lease.attempt),
+            starts: small(lease.attempts_used),
+            takeover: *takeover,
+            in_doubt: *in_doubt,
+        },
         Reservation::InProgress { attempt, lapses_in, .. } => {
             Answer::Pending { attempt: small(*attempt), lapses_in: ticks(*lapses_in) }
         }
@@ -212,14 +220,16 @@ pub(crate) fn reserves(
     config: &Config,
     slot: &mut Option<Slot>,
     token: Token,
-    over: Option<Met>,
+    (over, asks): (Option<Met>, bool),
     reading: Reading,
 ) -> Answer {
-    let request = &config.request(token);
+    let mut request = config.request(token);
+    request.max_reconciliations = request.max_reconciliations.filter(|_| asks);
+    let request = &request;
     let lapses_at = reading.now + config.lease;
     let reserved = |slot: &mut Option<Slot>, record: &Record, takeover| {
         *slot = Some(Slot::of(record, lapses_at));
-        answer(&Reservation::granted(record.lease(request), takeover))
+        answer(&record.grant(request, takeover))
     };
     let Some(met) = *slot else {
         return match over {
@@ -255,7 +265,7 @@ pub(crate) fn after_its_lease(config: &Config, slot: Slot, who: CallId) -> Answe
     /// Time that no trace reaches.
     const LATE: u8 = 200;
     let reading = Reading { now: LATE, skew: config.skew };
-    reserves(config, &mut Some(slot), token(who, ANOTHER), Some(Met::of(&slot)), reading)
+    reserves(config, &mut Some(slot), token(who, ANOTHER), (Some(Met::of(&slot)), true), reading)
 }
 
 /// Write that ends an attempt.
@@ -276,7 +286,7 @@ impl End {
     }
 
     pub(crate) fn release(how: ReleaseKind, now: u8) -> Self {
-        let refund = u8::from(how == ReleaseKind::NotStarted);
+        let refund = u8::from(!how.release().counts());
         Self { stand: ModelState::from(&how.release().state()), refund, numbers: None, now }
     }
 }

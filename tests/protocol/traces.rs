@@ -17,8 +17,8 @@ use idem_runtime::store::{
     Answers, Finish, Lease, Release, Reservation, ReserveRequest, StoreFuture, Verdict, forward, renew_all,
 };
 use idem_runtime::{
-    Error, InProgress, Key, MemoryStore, Mode, OnCrash, OnError, OnStoreError, Operation, Outcome, Policy, Store,
-    StoreError, StoreErrorKind, observe,
+    Error, InProgress, Key, MemoryStore, Mode, OnCrash, OnError, OnStoreError, Operation, Outcome, Policy,
+    Reconciliation, Store, StoreError, StoreErrorKind, observe,
 };
 use idem_tests::Reopen as _;
 use proptest::bool::weighted;
@@ -39,12 +39,13 @@ use super::store::{self, End, Reading, TICK, TTL};
 
 /// Plans of four calls for two keys.
 fn plans() -> impl Strategy<Value = Vec<Plan>> {
-    let plan = (0..2_u8, proptest::option::of(1..3_u8), any::<bool>(), proptest::option::of(1..3_u8));
+    let plan = (0..2_u8, proptest::option::of(1..3_u8), any::<bool>(), weighted(0.3), proptest::option::of(1..3_u8));
     proptest::collection::vec(plan, 4).prop_map(|plans| {
-        let plan = |(key, mark, fail, max_attempts)| Plan {
+        let plan = |(key, mark, fail, asks, max_attempts)| Plan {
             key,
             mark,
-            on_crash: if fail { OnCrash::Fail } else { OnCrash::Retry },
+            on_crash: if fail || asks { OnCrash::Fail } else { OnCrash::Retry },
+            asks,
             max_attempts,
             ..Plan::default()
         };
@@ -68,7 +69,12 @@ enum Step {
 
 fn step() -> impl Strategy<Value = Step> {
     let who = || 0..4_u8;
-    let how = prop_oneof![Just(ReleaseKind::Returned), Just(ReleaseKind::NotStarted), Just(ReleaseKind::Interrupted)];
+    let how = prop_oneof![
+        Just(ReleaseKind::Returned),
+        Just(ReleaseKind::NotStarted),
+        Just(ReleaseKind::Interrupted),
+        Just(ReleaseKind::Unresolved),
+    ];
     prop_oneof![
         5 => who().prop_map(Step::Reserve),
         1 => who().prop_map(Step::Again),
@@ -182,7 +188,7 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
                 if let (Step::Reserve(_), Reservation::Granted { lease, .. }) = (step, &found) {
                     leases[usize::from(who)] = lease.clone();
                 }
-                let modelled = store::reserves(config, &mut slots[key_of(who)], who, None, reading);
+                let modelled = store::reserves(config, &mut slots[key_of(who)], who, (None, true), reading);
                 prop_assert_eq!(modelled, store::answer(&found), "{:?}", step);
             }
             Step::Begin(who) => {
@@ -265,7 +271,9 @@ impl Real {
     /// Reports whether this is the request `ask` of the model.
     fn is(&self, ask: RequestKind) -> bool {
         match (self, ask) {
-            (Self::Reserve(_), RequestKind::Reserve { .. }) => true,
+            (Self::Reserve(request), RequestKind::Reserve { asks, .. }) => {
+                request.max_reconciliations.is_some() == asks
+            }
             (Self::Begin(lease), RequestKind::Begin { attempt, .. }) => numbers(lease).0 == attempt,
             (Self::Renew(leases), RequestKind::Renew { attempt, .. }) => {
                 leases.iter().all(|lease| numbers(lease).0 == attempt)
@@ -378,6 +386,7 @@ impl From<Error> for Failure {
         Self::Refused(match error {
             Error::InProgress { .. } => Some(Class::InProgress),
             Error::FingerprintMismatch { .. } => Some(Class::Mismatch),
+            Error::Interrupted { ask_again: Some(_), .. } => Some(Class::Unresolved),
             Error::Interrupted { .. } => Some(Class::Interrupted),
             Error::AttemptsExhausted { .. } => Some(Class::Exhausted),
             Error::LeaseLost { .. } => Some(Class::LeaseLost),
@@ -395,6 +404,7 @@ impl From<Error> for Failure {
 fn policy(config: &Config, plan: &Plan) -> Policy {
     // `max_pause` is long, because in the model no outage cancels a body that waits.
     let policy = Policy::new(TTL).lease(TICK * u32::from(config.lease)).on_crash(plan.on_crash).max_pause(TTL);
+    let policy = policy.max_reconciliations(99);
     let policy = match plan.wait {
         Some(limit) => policy.in_progress(InProgress::Wait(TICK * u32::from(limit))),
         None => policy,
@@ -424,6 +434,9 @@ struct Pair<'a> {
     body: Option<oneshot::Sender<bool>>,
     /// Result that the body returns at its next poll; `None` if the body stays pending.
     returns: Option<bool>,
+    reconciler: Option<oneshot::Sender<Settled>>,
+    /// Answer of the reconciler at its next poll; `None` if the reconciler stays pending.
+    settles: Option<Settled>,
     /// True if the body has started in the model.
     ran: bool,
     started: Arc<Mutex<bool>>,
@@ -434,9 +447,19 @@ struct Pair<'a> {
     faults: u8,
 }
 
+/// Answer of a reconciler.
+#[derive(Clone, Copy, Debug)]
+enum Settled {
+    Done,
+    NotDone,
+    Unknown,
+}
+
 /// Next step of a trace.
 #[derive(Clone, Copy, Debug)]
 enum Move {
+    /// Lets the reconciler answer at its next poll.
+    Settle(Settled),
     Answer,
     LoseAnswer,
     LoseRequest,
@@ -466,14 +489,33 @@ impl<'a> Pair<'a> {
         let (body, returned) = oneshot::channel();
         let started = Arc::new(Mutex::new(false));
         let starts = Arc::clone(&started);
-        let decide = move |_: &Failure| if plan.record_errors { OnError::Record } else { OnError::Release };
-        let call = observe(operation.record_errors_if(decide).run(async move {
+        let decide = move |_: &Failure| match plan {
+            Plan { doubts: true, .. } => OnError::Uncertain,
+            Plan { record_errors: true, .. } => OnError::Record,
+            _ => OnError::Release,
+        };
+        let run = async move {
             *starts.lock().unwrap() = true;
             match returned.await {
                 Ok(true) => Ok(7),
                 _ => Err(Failure::OfTheBody),
             }
-        }));
+        };
+        let operation = operation.record_errors_if(decide);
+        let (reconciler, settled) = oneshot::channel();
+        let call: Pin<Box<dyn Future<Output = Ended>>> = match plan.asks {
+            true => {
+                let reconciler = async move {
+                    Ok(match settled.await {
+                        Ok(Settled::Done) => Reconciliation::Done(7),
+                        Ok(Settled::NotDone) => Reconciliation::NotDone,
+                        Ok(Settled::Unknown) | Err(_) => Reconciliation::Unknown { ask_again: TICK },
+                    })
+                };
+                Box::pin(observe(operation.reconcile(reconciler).run(run)))
+            }
+            false => Box::pin(observe(operation.run(run))),
+        };
         let mut world = config.init_states().remove(0);
         take(config, &mut world, Action::Deliver(0));
         Self {
@@ -481,10 +523,12 @@ impl<'a> Pair<'a> {
             world,
             clock,
             store,
-            call: Some(Box::pin(call)),
+            call: Some(call),
             ended: None,
             body: Some(body),
             returns: None,
+            reconciler: Some(reconciler),
+            settles: None,
             ran: false,
             started,
             late: Vec::new(),
@@ -560,6 +604,14 @@ impl<'a> Pair<'a> {
 
     /// Takes the steps of the model's body that need no store.
     fn follow_body(&mut self) {
+        if let Some(settled) = self.settles.filter(|_| self.actions().contains(&Action::Finds(0))) {
+            self.settles = None;
+            self.does(match settled {
+                Settled::Done => Action::Finds(0),
+                Settled::NotDone => Action::FindsNothing(0),
+                Settled::Unknown => Action::DoesNotKnow(0),
+            });
+        }
         if self.phase() == (Phase::Body { polled: true }) {
             self.ran = true;
             self.does(Action::Yields(0));
@@ -673,6 +725,9 @@ impl<'a> Pair<'a> {
         if matches!(self.phase(), Phase::Body { .. }) && self.returns.is_none() {
             moves.extend([Move::Return(true), Move::Return(false), Move::Return(true)]);
         }
+        if self.phase() == Phase::Asking && self.settles.is_none() {
+            moves.extend([Settled::Done, Settled::NotDone, Settled::Unknown].map(Move::Settle));
+        }
         if self.call.is_some() {
             moves.push(Move::Drop);
         }
@@ -757,6 +812,10 @@ impl<'a> Pair<'a> {
                 self.returns = Some(ok);
                 self.body.take().unwrap().send(ok).unwrap();
             }
+            Move::Settle(settled) => {
+                self.settles = Some(settled);
+                self.reconciler.take().unwrap().send(settled).unwrap();
+            }
             // The trace answers the heartbeat, or lets it fail.
             Move::AnswerBeat => {
                 let beat = self.beat.take().unwrap();
@@ -792,7 +851,9 @@ impl<'a> Pair<'a> {
             // Another call acts on the store, without an engine.
             Move::OtherReserves(who) => {
                 let real = Real::Reserve(self.config.requests[usize::from(who)].clone());
-                self.other(Request { who, token: who, ask: RequestKind::Reserve { sent: 0, over: None } }, &real).await;
+                let asks = self.config.plans[usize::from(who)].may_ask();
+                let ask = RequestKind::Reserve { sent: 0, over: None, asks };
+                self.other(Request { who, token: who, ask }, &real).await;
             }
             Move::OtherFinishes(who) => {
                 let kept = ModelResult::Stored(who);
@@ -870,17 +931,19 @@ fn the_models_calls_agree_with_the_engine() {
     let told = Mutex::new(BTreeMap::new());
     // A trace has a policy of any kind, and numbers. Each number chooses one of the possible steps.
     let plan = (
-        (any::<[bool; 3]>(), weighted(0.2), weighted(0.2)),
+        (any::<[bool; 3]>(), weighted(0.2), weighted(0.2), weighted(0.3), weighted(0.2)),
         proptest::option::of(1..3_u8),
         proptest::option::of(1..4_u8),
         proptest::option::weighted(0.3, 1..6_u8),
     );
     let traces = (plan, any::<bool>(), proptest::collection::vec(any::<u8>(), 1..50));
     many(6_000, &traces, |((switches, max_attempts, wait, timeout), other_fails, choices)| {
-        let ([fail, record_errors, too_large], open, shadow) = switches;
+        let ([fail, record_errors, too_large], open, shadow, asks, doubts) = switches;
         let on_crash = |fail| if fail { OnCrash::Fail } else { OnCrash::Retry };
         let plan = Plan {
-            on_crash: on_crash(fail),
+            on_crash: on_crash(fail || asks),
+            asks,
+            doubts,
             record_errors,
             open,
             shadow,
@@ -890,7 +953,7 @@ fn the_models_calls_agree_with_the_engine() {
             timeout,
             ..Plan::default()
         };
-        let other = Plan { on_crash: on_crash(other_fails), ..Plan::default() };
+        let other = Plan { on_crash: on_crash(other_fails), doubts, ..Plan::default() };
         let config = Config::of(&[plan, other, Plan::default()]);
         runtime.block_on(async {
             let mut pair = Pair::new(&config);
@@ -922,6 +985,7 @@ fn the_models_calls_agree_with_the_engine() {
         Class::LeaseLost,
         Class::Unrecorded,
         Class::TimedOut,
+        Class::Unresolved,
     ] {
         assert!(told.contains_key(&class), "no trace ends with {class:?}");
     }
@@ -1009,7 +1073,7 @@ fn the_models_store_agrees_with_dynamodb_if_clocks_differ() {
                             },
                             found => store::answer(&found),
                         };
-                        let modelled = store::reserves(&config, &mut slots[slot(who)], who, None, reading(who));
+                        let modelled = store::reserves(&config, &mut slots[slot(who)], who, (None, true), reading(who));
                         prop_assert_eq!(modelled, found, "{:?}", step);
                     }
                     Step::Begin(who) => {
