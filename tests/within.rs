@@ -27,7 +27,8 @@ use idem_runtime::{
     Policy, PostgresStore, SqliteStore, Store, StoreErrorKind, current, idempotent, observe,
 };
 use idem_tests::Reopen as _;
-use idem_tests::polls::{dropped_after, poll_once};
+use idem_tests::log::Log;
+use idem_tests::polls::{dropped_after, next_round, poll_once};
 use idem_tests::postgres::{raw, shared_schema};
 use idem_tests::sqlite::{Folder, raw as sqlite};
 use rusqlite::{Connection, TransactionBehavior};
@@ -81,6 +82,12 @@ impl Bank {
         let schema = self.schema.replace('"', "\"\"");
         client.batch_execute(&format!("SET search_path = \"{schema}\"")).await.unwrap();
         client
+    }
+
+    /// Removes the table of the records.
+    async fn drop_records(&self) {
+        let schema = self.schema.replace('"', "\"\"");
+        self.client().await.batch_execute(&format!("DROP TABLE \"{schema}\".records")).await.unwrap();
     }
 
     async fn payments(&self) -> i64 {
@@ -363,15 +370,10 @@ async fn a_call_can_be_dropped_at_every_await() {
             }
             if is_over {
                 assert_eq!(matches!(state, Some(State::Completed(_))), end == End::Succeed, "{name}");
-                // On a busy machine all answers may come within the first poll, so that no call was dropped.
-                if polls > 1 {
-                    break;
-                }
-                assert!(round < 1000, "{name} is never pending");
-                polls = 0;
-            } else {
-                polls += 1;
             }
+            let Some(next) = next_round(polls, is_over) else { break };
+            assert!(next > 0 || round < 1000, "{name} is never pending");
+            polls = next;
         }
     }
 }
@@ -1180,257 +1182,100 @@ async fn a_transaction_of_the_library_that_is_dropped_is_rolled_back() {
     assert_eq!(bank.payments().await, 1);
 }
 
+/// Checks that the error of a call, and the log, name the command that creates the missing table.
+fn tells_of_the_table(error: &Error, log: &str, place: &str) {
+    assert!(error.is_misconfigured() && matches!(error, Error::Store { .. }), "{place}: {error:?}");
+    let answer = std::error::Error::source(error).expect("the answer of the store").to_string();
+    assert!(error.to_string().contains("the body did not run"), "{place}: {error}");
+    for text in [error.to_string(), answer, log.to_owned()] {
+        assert!(text.contains("`idem schema migrate` creates"), "{place}: {text}");
+        assert!(!text.contains("does not answer"), "{place}: {text}");
+    }
+}
+
+#[tokio::test]
+async fn the_error_for_a_missing_table_names_the_command_that_creates_it() {
+    let bank = Bank::open().await;
+    bank.drop_records().await;
+    let log = Log::start();
+    let mut client = bank.client().await;
+    let work = async |tx: &PgTx<'_>| bank.pay(tx, "a", POLICY).await.0.map_err(AnyError::from);
+    let (paid, outcome) = PostgresStore::transact(&mut client, work).await;
+    let refused = paid.unwrap_err().downcast::<Error>().expect("an error of the library");
+    tells_of_the_table(&refused, &log.end(), "transact");
+    assert!(is_retry(&outcome), "{outcome:?}");
+
+    let log = Log::start();
+    let tx = OpenTransaction::new(client.transaction().await.unwrap());
+    let refused = bank.pay(&tx, "a", POLICY).await.0.unwrap_err();
+    tells_of_the_table(&refused, &log.end(), "a transaction of the user");
+
+    let log = Log::start();
+    let operation = Operation::new(&bank.store, Ok(key("a")), POLICY);
+    let refused = operation.run(async { Ok::<u32, Error>(1) }).await.unwrap_err();
+    let log = log.end();
+    let first = log.lines().find(|line| line.contains("WARN")).unwrap_or_else(|| panic!("{log}"));
+    assert!(first.contains("the store refuses"), "{first}");
+    tells_of_the_table(&refused, first, "the store");
+    assert_eq!(bank.payments().await, 0);
+}
+
 // ---- PostgreSQL through sqlx
 // -----------------------------------------------------------------------------------------
 
-type SqlxTransaction<'c> = OpenTransaction<sqlx::Transaction<'c, sqlx::Postgres>>;
+#[path = "within"]
+mod sqlx_0_8 {
+    use idem_runtime::PostgresStore;
+    use idem_runtime::future::Observe;
+    use idem_runtime::within::OpenTransaction;
 
-#[idempotent(
-    key = "{name}",
-    ttl = "1h",
-    store = PostgresStore::within(tx).schema(schema),
-    scope = shared("pay"),
-    fingerprint = name,
-    in_progress = wait("50ms")
-)]
-async fn pay_by_sqlx(tx: &SqlxTransaction<'_>, schema: &str, name: &str) -> Result<Vec<u8>, anyhow::Error> {
-    let insert = sqlx::query("INSERT INTO payments VALUES ($1)").bind(name);
-    insert.execute(&mut **tx.lock().await).await?;
-    current().expect("inside").confirm_lease().await?;
-    Ok(vec![0, 1, 255])
-}
+    use ::sqlx_0_8 as sqlx;
 
-impl Bank {
-    /// Pool of `sqlx` connections whose search path begins with the schema.
-    async fn pool(&self) -> sqlx::PgPool {
-        let path = format!("SET search_path = \"{}\"", self.schema.replace('"', "\"\""));
-        sqlx::postgres::PgPoolOptions::new()
-            .after_connect(move |connection, _| {
-                let path = path.clone();
-                Box::pin(async move { sqlx::Executor::execute(connection, &*path).await.map(|_| ()) })
-            })
-            .connect(&self.url)
-            .await
-            .unwrap()
+    #[path = "by_sqlx.rs"]
+    pub(crate) mod calls;
+
+    /// Makes a delivery by [`PostgresStore::transact_sqlx_0_8`].
+    fn transact<T, E, W>(pool: &sqlx::PgPool, work: W) -> Observe<impl Future<Output = Result<T, E>>>
+    where
+        W: AsyncFnOnce(&OpenTransaction<sqlx::Transaction<'_, sqlx::Postgres>>) -> Result<T, E> + Clone,
+        E: From<sqlx::Error>,
+    {
+        PostgresStore::transact_sqlx_0_8(pool, work)
     }
 
-    /// Makes a call like [`Bank::end`], through `sqlx`.
-    async fn end_by_sqlx(
-        &self,
-        tx: &SqlxTransaction<'_>,
-        name: &str,
-        policy: Policy,
-        end: End,
-    ) -> Result<u32, Declined> {
-        let body = async {
-            let insert = sqlx::query("INSERT INTO payments VALUES ($1)").bind(name);
-            insert.execute(&mut **tx.lock().await).await.unwrap();
-            match end {
-                End::Succeed => Ok(current().unwrap().number()),
-                End::Fail => Err(Declined("too poor".into())),
-                End::FailInSql => {
-                    let failing = sqlx::query("SELECT nothing FROM nowhere");
-                    Err(Declined(failing.execute(&mut **tx.lock().await).await.unwrap_err().to_string()))
-                }
-                End::Panic => panic!("too rich"),
-                End::Hang => {
-                    self.hangs.set(true);
-                    std::future::pending().await
-                }
-            }
-        };
-        let operation = PostgresStore::within(tx).schema(&self.schema).operation(Ok(key(name)), policy);
-        match self.records_errors {
-            true => operation.record_errors().run(body).await,
-            false => operation.run(body).await,
-        }
+    fn sql(text: &str) -> &str {
+        text
     }
 }
 
-async fn insert(tx: &SqlxTransaction<'_>, name: &str) {
-    let insert = sqlx::query("INSERT INTO payments VALUES ($1)").bind(name);
-    insert.execute(&mut **tx.lock().await).await.unwrap();
-}
+#[path = "within"]
+mod sqlx_0_9 {
+    use idem_runtime::PostgresStore;
+    use idem_runtime::future::Observe;
+    use idem_runtime::within::OpenTransaction;
 
-#[tokio::test]
-async fn by_sqlx_a_call_that_does_not_complete_is_undone() {
-    let lease = Duration::from_millis(200);
-    for on_crash in [OnCrash::Retry, OnCrash::Fail] {
-        for end in [End::Fail, End::FailInSql, End::Panic, End::Hang] {
-            let bank = Bank::open().await;
-            let pool = bank.pool().await;
-            let policy = POLICY.on_crash(on_crash).lease(lease);
-            let tx = SqlxTransaction::new(pool.begin().await.unwrap());
-            insert(&tx, "before").await;
-            match end {
-                End::Hang => {
-                    let mut call = Box::pin(bank.end_by_sqlx(&tx, "a", policy, end));
-                    while !bank.hangs.get() {
-                        assert!(poll_once(call.as_mut()).await.is_pending());
-                        tokio::time::sleep(Duration::from_millis(2)).await;
-                    }
-                }
-                End::Panic => {
-                    let call = AssertUnwindSafe(bank.end_by_sqlx(&tx, "a", policy, end)).catch_unwind();
-                    call.await.unwrap_err();
-                }
-                _ => drop(bank.end_by_sqlx(&tx, "a", policy, end).await.unwrap_err()),
-            }
-            bank.end_by_sqlx(&tx, "b", POLICY, End::Succeed).await.unwrap();
-            tx.into_inner().commit().await.unwrap();
-            assert_eq!(bank.names().await, ["b", "before"], "{on_crash:?}, {end:?}");
-            let state = bank.state("a").await;
-            match (end, on_crash) {
-                (End::Fail | End::FailInSql, _) => assert_eq!(state, Some(State::Released), "{on_crash:?}, {end:?}"),
-                (_, OnCrash::Fail) => assert!(matches!(state, Some(State::Pending { .. })), "{end:?}: {state:?}"),
-                _ => assert_eq!(state, None, "{on_crash:?}, {end:?}"),
-            }
-        }
+    use ::sqlx_0_9 as sqlx;
+
+    #[path = "by_sqlx.rs"]
+    #[allow(clippy::duplicate_mod, reason = "each release of sqlx has its own types")]
+    pub(crate) mod calls;
+
+    /// Makes a delivery by [`PostgresStore::transact_sqlx_0_9`].
+    fn transact<T, E, W>(pool: &sqlx::PgPool, work: W) -> Observe<impl Future<Output = Result<T, E>>>
+    where
+        W: AsyncFnOnce(&OpenTransaction<sqlx::Transaction<'_, sqlx::Postgres>>) -> Result<T, E> + Clone,
+        E: From<sqlx::Error>,
+    {
+        PostgresStore::transact_sqlx_0_9(pool, work)
+    }
+
+    fn sql(text: &str) -> sqlx::AssertSqlSafe<String> {
+        sqlx::AssertSqlSafe(text.to_owned())
     }
 }
 
-#[tokio::test]
-async fn by_sqlx_a_call_can_be_dropped_at_every_await() {
-    let fail = POLICY.on_crash(OnCrash::Fail);
-    for (name, policy, end) in [
-        ("ok", POLICY, End::Succeed),
-        ("err", POLICY, End::Fail),
-        ("fail", fail, End::Succeed),
-        ("fail err", fail, End::Fail),
-    ] {
-        let bank = Bank::open().await;
-        let pool = bank.pool().await;
-        let mut polls = 0;
-        for round in 0.. {
-            let name = format!("{name} {round}");
-            let tx = SqlxTransaction::new(pool.begin().await.unwrap());
-            let pause = async || tokio::time::sleep(Duration::from_millis(3)).await;
-            let is_over = dropped_after(polls, bank.end_by_sqlx(&tx, &name, policy, end), pause).await;
-            // Either payment and record are both committed, or the commit fails and neither is committed.
-            let committed = tx.into_inner().commit().await.is_ok();
-            let (state, paid) = (bank.state(&name).await, bank.names().await.contains(&name));
-            match (&state, paid) {
-                (Some(State::Completed(_)), true) if committed => {}
-                (None | Some(State::Released), false) => {}
-                (Some(State::Pending { .. }), false) if name.starts_with("fail") && committed => {}
-                other => panic!("{name}: {other:?}"),
-            }
-            if is_over {
-                assert!(committed);
-                assert_eq!(matches!(state, Some(State::Completed(_))), end == End::Succeed, "{name}");
-                // On a busy machine all answers may come within the first poll, so that no call was dropped.
-                if polls > 1 {
-                    break;
-                }
-                assert!(round < 1000, "{name} is never pending");
-                polls = 0;
-            } else {
-                polls += 1;
-            }
-        }
-    }
-}
-
-#[tokio::test]
-async fn by_sqlx_a_transaction_is_begun_committed_and_acknowledged_by_the_library() {
-    let bank = Bank::open().await;
-    bank.checks_at_commit().await;
-    let pool = bank.pool().await;
-    // The delivery runs in a spawned task. A second delivery replays it.
-    for replayed in [false, true] {
-        let (pool, schema) = (pool.clone(), bank.schema.clone());
-        let delivery = tokio::spawn(async move {
-            PostgresStore::transact_sqlx(&pool, async |tx| pay_by_sqlx(tx, &schema, "a").await).await
-        });
-        let (paid, outcome) = delivery.await.unwrap();
-        assert_eq!(paid.unwrap(), [0, 1, 255]);
-        assert_eq!((outcome.replayed(), outcome.disposition()), (replayed, Disposition::Ack));
-    }
-    // Three deliveries fail: one by a refused commit, one by an error after the call, and one by a failed statement
-    // whose error is ignored.
-    for case in 0..3 {
-        let (result, outcome) = PostgresStore::transact_sqlx(&pool, async |tx| {
-            let paid = bank.end_by_sqlx(tx, "b", POLICY, End::Succeed).await.map_err(|it| it.0)?;
-            match case {
-                0 => insert(tx, "a").await,
-                1 => return Err("the outbox is full".into()),
-                _ => {
-                    let failing = sqlx::query("SELECT nothing FROM nowhere");
-                    failing.execute(&mut **tx.lock().await).await.unwrap_err();
-                }
-            }
-            Ok::<_, AnyError>(paid)
-        })
-        .await;
-        assert!(result.is_err() && is_retry(&outcome) && !outcome.replayed(), "{case}: {result:?}, {outcome:?}");
-        assert_eq!(bank.names().await, ["a"], "{case}");
-    }
-    let bank = Bank { records_errors: true, ..bank };
-    // The recorded error is committed, and everything else in the transaction is rolled back.
-    for replayed in [false, true] {
-        let (result, outcome) = PostgresStore::transact_sqlx(&pool, async |tx| {
-            insert(tx, "before").await;
-            let paid = bank.end_by_sqlx(tx, "c", POLICY, End::Fail).await.map_err(|it| it.0)?;
-            Ok::<_, AnyError>(paid)
-        })
-        .await;
-        assert_eq!(result.unwrap_err().to_string(), "too poor");
-        assert_eq!((outcome.disposition(), outcome.replayed()), (Disposition::DeadLetter, replayed));
-    }
-    assert_eq!(bank.names().await, ["a"]);
-    // A transaction that conflicts with another one is repeated.
-    let tries = Cell::new(0);
-    let (paid, outcome) = PostgresStore::transact_sqlx(&pool, async |tx| {
-        tries.set(tries.get() + 1);
-        let level = sqlx::query("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ");
-        level.execute(&mut **tx.lock().await).await?;
-        sqlx::query("SELECT count(*) FROM payments").execute(&mut **tx.lock().await).await?;
-        if tries.get() == 1 {
-            bank.pay_and_commit("d").await.0?;
-        }
-        let paid = bank.end_by_sqlx(tx, "d", POLICY, End::Succeed).await.map_err(|it| it.0)?;
-        Ok::<_, AnyError>(paid)
-    })
-    .await;
-    assert_eq!((paid.unwrap(), tries.get()), (1, 2));
-    assert!(outcome.replayed() && outcome.disposition() == Disposition::Ack, "{outcome:?}");
-}
-
-#[tokio::test]
-async fn a_transaction_of_sqlx_commits_payment_and_record_together() {
-    let bank = Bank::open().await;
-    let pool = bank.pool().await;
-    let begin = async || SqlxTransaction::new(pool.begin().await.unwrap());
-
-    let tx = begin().await;
-    assert_eq!(pay_by_sqlx(&tx, &bank.schema, "a").await.unwrap(), [0, 1, 255]);
-    tx.into_inner().rollback().await.unwrap();
-    assert_eq!((bank.payments().await, bank.state("a").await), (0, None));
-
-    let tx = begin().await;
-    let other = begin().await;
-    pay_by_sqlx(&tx, &bank.schema, "a").await.unwrap();
-    let (refused, outcome) = observe(pay_by_sqlx(&other, &bank.schema, "a")).await;
-    assert!(refused.unwrap_err().to_string().contains("is running"));
-    assert!(outcome.waited());
-    tx.into_inner().commit().await.unwrap();
-    let (paid, outcome) = observe(pay_by_sqlx(&other, &bank.schema, "a")).await;
-    assert_eq!(paid.unwrap(), [0, 1, 255]);
-    assert!(outcome.replayed());
-    other.into_inner().commit().await.unwrap();
-    assert_eq!(bank.payments().await, 1);
-
-    // A transaction of the other driver replays the record.
-    let operation = idem_runtime::Operation::new(&bank.store, Ok(key("a")), POLICY);
-    let result = operation.run(async { Ok::<Vec<u8>, Error>(vec![]) }).await;
-    assert_eq!(result.unwrap(), [0, 1, 255]);
-
-    let tx = begin().await;
-    sqlx::query("SELECT 1 FROM nowhere").execute(&mut **tx.lock().await).await.unwrap_err();
-    let error = pay_by_sqlx(&tx, &bank.schema, "b").await.unwrap_err();
-    let error = error.downcast::<Error>().unwrap();
-    assert!(matches!(&error, Error::Store { source, .. } if source.kind() == StoreErrorKind::Aborted), "{error:?}");
-}
+use sqlx_0_8::calls as by_sqlx;
+use sqlx_0_9::calls as by_new_sqlx;
 
 // ---- SQLite
 // ----------------------------------------------------------------------------------------------------------
@@ -1963,21 +1808,24 @@ async fn in_sqlite_processes_that_die_leave_every_effect_exactly_once() {
 /// Driver of a database with a table of payments and a table of records.
 enum Driver {
     TokioPostgres(Bank),
-    Sqlx(Bank, sqlx::PgPool),
+    Sqlx(Bank, ::sqlx_0_8::PgPool),
+    NewSqlx(Bank, ::sqlx_0_9::PgPool),
     Rusqlite(Till),
 }
 
 impl Driver {
-    async fn all() -> [Self; 3] {
-        let bank = Bank::open().await;
-        let pool = bank.pool().await;
-        [Self::TokioPostgres(Bank::open().await), Self::Sqlx(bank, pool), Self::Rusqlite(Till::new())]
+    async fn all() -> [Self; 4] {
+        let (bank, new_bank) = (Bank::open().await, Bank::open().await);
+        let (pool, new_pool) = (by_sqlx::pool(&bank).await, by_new_sqlx::pool(&new_bank).await);
+        let (of_sqlx, of_new_sqlx) = (Self::Sqlx(bank, pool), Self::NewSqlx(new_bank, new_pool));
+        [Self::TokioPostgres(Bank::open().await), of_sqlx, of_new_sqlx, Self::Rusqlite(Till::new())]
     }
 
     fn name(&self) -> &'static str {
         match self {
             Self::TokioPostgres(_) => "tokio-postgres",
-            Self::Sqlx(..) => "sqlx",
+            Self::Sqlx(..) => "sqlx 0.8",
+            Self::NewSqlx(..) => "sqlx 0.9",
             Self::Rusqlite(_) => "rusqlite",
         }
     }
@@ -1986,14 +1834,14 @@ impl Driver {
     /// failures.
     fn payee(&self) -> String {
         match self {
-            Self::TokioPostgres(bank) | Self::Sqlx(bank, _) => bank.schema.clone(),
+            Self::TokioPostgres(bank) | Self::Sqlx(bank, _) | Self::NewSqlx(bank, _) => bank.schema.clone(),
             Self::Rusqlite(till) => till.folder.path().display().to_string(),
         }
     }
 
     async fn payments(&self) -> i64 {
         match self {
-            Self::TokioPostgres(bank) | Self::Sqlx(bank, _) => bank.payments().await,
+            Self::TokioPostgres(bank) | Self::Sqlx(bank, _) | Self::NewSqlx(bank, _) => bank.payments().await,
             Self::Rusqlite(till) => till.payments(),
         }
     }
@@ -2017,9 +1865,16 @@ impl Driver {
                 PostgresStore::transact(&mut client, work).delivery(delivery).catch_panics().await
             }
             Self::Sqlx(bank, pool) => {
-                let work =
-                    async |tx: &SqlxTransaction<'_>| after(bank.end_by_sqlx(tx, &self.payee(), policy, end).await);
-                PostgresStore::transact_sqlx(pool, work).delivery(delivery).catch_panics().await
+                let work = async |tx: &by_sqlx::SqlxTransaction<'_>| {
+                    after(by_sqlx::make_call(bank, tx, &self.payee(), policy, end).await)
+                };
+                PostgresStore::transact_sqlx_0_8(pool, work).delivery(delivery).catch_panics().await
+            }
+            Self::NewSqlx(bank, pool) => {
+                let work = async |tx: &by_new_sqlx::SqlxTransaction<'_>| {
+                    after(by_new_sqlx::make_call(bank, tx, &self.payee(), policy, end).await)
+                };
+                PostgresStore::transact_sqlx_0_9(pool, work).delivery(delivery).catch_panics().await
             }
             Self::Rusqlite(till) => {
                 let mut connection = till.connection();
@@ -2044,8 +1899,22 @@ impl Driver {
             }
             Self::Sqlx(bank, pool) => {
                 observe(async {
-                    let tx = SqlxTransaction::new(pool.begin().await?);
-                    let paid = bank.end_by_sqlx(&tx, &self.payee(), policy, end).await;
+                    let tx = by_sqlx::SqlxTransaction::new(pool.begin().await?);
+                    let paid = by_sqlx::make_call(bank, &tx, &self.payee(), policy, end).await;
+                    match paid.is_ok() {
+                        true => tx.into_inner().commit().await?,
+                        // The rollback is explicit, because a dropped transaction is rolled back only when its
+                        // connection is used again.
+                        false => tx.into_inner().rollback().await?,
+                    }
+                    Ok(paid.map_err(|it| it.0)?)
+                })
+                .await
+            }
+            Self::NewSqlx(bank, pool) => {
+                observe(async {
+                    let tx = by_new_sqlx::SqlxTransaction::new(pool.begin().await?);
+                    let paid = by_new_sqlx::make_call(bank, &tx, &self.payee(), policy, end).await;
                     match paid.is_ok() {
                         true => tx.into_inner().commit().await?,
                         // The rollback is explicit, because a dropped transaction is rolled back only when its
