@@ -8,9 +8,11 @@
 
 mod engine {
     mod beginning;
+    mod combinations;
     mod delivery;
     mod disposition;
     mod keeping;
+    mod reconciling;
     mod values;
     mod waiting;
 }

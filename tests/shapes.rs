@@ -6,11 +6,13 @@ mod shapes {
     mod bodies;
     mod generics;
     mod keys;
+    mod lints;
     mod made_by_macros;
     mod names;
     mod options;
     mod outputs;
     mod receivers;
+    mod reconciling;
     mod spawned;
     mod stores;
     mod strict;

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use idem_runtime::record::State;
 use idem_runtime::tower::OperationLayer;
-use idem_runtime::{Disposition, Error, Key, MemoryStore, Operation, Policy, Postcard, Store, observe};
+use idem_runtime::{Disposition, Error, Key, MemoryStore, Operation, Policy, Postcard, Reconciliation, Store, observe};
 use serde::{Deserialize, Serialize};
 use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt};
 
@@ -245,13 +245,42 @@ async fn a_call_that_is_dropped_frees_its_key() {
 }
 
 #[tokio::test]
+async fn a_layer_can_set_a_reconciler_which_settles_uncertain_errors() {
+    let store = MemoryStore::new();
+    let questions = Arc::new(AtomicU32::new(0));
+    let asked = Arc::clone(&questions);
+    let layer = OperationLayer::of(move |order: &Order| {
+        let asked = Arc::clone(&asked);
+        let cents = order.cents;
+        Operation::new(&store, Key::new("tower", order.id), POLICY).uncertain_errors().reconcile(async move {
+            Ok(match asked.fetch_add(1, Ordering::SeqCst) {
+                0 => Reconciliation::Unknown { ask_again: Duration::from_secs(5) },
+                _ => Reconciliation::Done(Receipt { run: 0, cents }),
+            })
+        })
+    });
+    let inner = Strict { fails_at: 1, ..Strict::default() };
+    let mut service = layer.layer(inner.clone());
+    let (failed, outcome) = observe(service.ready().await.unwrap().call(ORDER)).await;
+    assert_eq!((failed.unwrap_err().to_string(), outcome.uncertain()), ("on purpose".to_owned(), true));
+    let (unknown, outcome) = observe(service.ready().await.unwrap().call(ORDER)).await;
+    assert!(matches!(unknown.unwrap_err().downcast_ref(), Some(Error::Interrupted { .. })));
+    assert_eq!(outcome.disposition(), Disposition::Retry { after: Duration::from_secs(5) });
+    for replayed in [false, true] {
+        let (receipt, outcome) = observe(service.ready().await.unwrap().call(ORDER)).await;
+        assert_eq!((receipt.unwrap().run, outcome.replayed(), outcome.reconciled()), (0, replayed, !replayed));
+    }
+    assert_eq!((inner.runs.load(Ordering::SeqCst), questions.load(Ordering::SeqCst)), (1, 2));
+}
+
+#[tokio::test]
 async fn a_layer_can_set_a_fingerprint_and_a_codec() {
     let store = MemoryStore::new();
     let records = store.clone();
     let layer = OperationLayer::of(move |order: &Order| {
-        Operation::new(&store, Key::new("tower", order.id), POLICY).fingerprint(order)
+        Operation::new(&store, Key::new("tower", order.id), POLICY).fingerprint(order).codec::<Postcard>()
     });
-    let mut service = layer.codec::<Postcard>().layer(Strict::default());
+    let mut service = layer.layer(Strict::default());
     service.ready().await.unwrap().call(ORDER).await.unwrap();
     let error = service.ready().await.unwrap().call(Order { cents: 200, ..ORDER }).await.unwrap_err();
     assert!(matches!(error.downcast_ref(), Some(Error::FingerprintMismatch { .. })), "{error}");

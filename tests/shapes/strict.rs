@@ -16,8 +16,10 @@
     unused_qualifications
 )]
 
-use idem_runtime::{Error, MemoryStore, idempotent};
+use idem_runtime::{Error, MemoryStore, Store as _, idempotent};
 
+use super::lints;
+use super::lints::Service as Clean;
 use crate::{App, spawned, twice};
 
 /// An event.
@@ -76,5 +78,22 @@ fn handlers_under_strict_lints_run() {
         assert_eq!(twice(call(), call()).await, 2);
         twice(free(&app, &event), free(&app, &event)).await;
         drop(todo(&app, 1));
+    });
+}
+
+#[test]
+fn handlers_under_every_lint_run() {
+    spawned(async {
+        let (store, service) = (MemoryStore::new(), Clean::default());
+        let (event, other) = (lints::Event::new(1), lints::Event::new(2));
+        assert_eq!(twice(lints::options(&store, event.clone()), lints::options(&store, event.clone())).await, 1);
+        assert_eq!(twice(lints::records(store.handle(), &event), lints::records(store.handle(), &event)).await, 1);
+        let unused = String::new;
+        let first = lints::arguments(&store, other.clone(), unused(), 0, (2, 0));
+        let second = lints::arguments(&store, other.clone(), unused(), 0, (2, 0));
+        assert_eq!(twice(first, second).await, 4);
+        twice(service.charge(1), service.charge(1)).await;
+        assert_eq!(twice(service.show(1), service.show(1)).await, "1");
+        assert_eq!(twice(lints::ruled(&store, &event), lints::ruled(&store, &event)).await, 1);
     });
 }
