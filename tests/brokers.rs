@@ -10,6 +10,7 @@ mod brokers {
     mod batches;
     mod beats;
     mod budgets;
+    mod intake;
     mod offsets;
     mod redelivery;
     mod turns;

@@ -48,6 +48,8 @@ mod keys;
 mod limits;
 #[path = "http/profiles.rs"]
 mod profiles;
+#[path = "http/reconciler.rs"]
+mod reconciler;
 #[path = "http/records.rs"]
 mod records;
 #[path = "http/retries.rs"]

@@ -370,7 +370,7 @@ async fn a_problem_response_has_an_id_of_its_occurrence_and_says_whether_to_retr
 
 #[test]
 fn only_temporary_problems_are_marked_as_retryable() {
-    use ProblemKind::{BodyTimeout, Busy, InProgress, StoreUnavailable, TimedOut, Unrecorded};
+    use ProblemKind::{BodyTimeout, Busy, InProgress, StoreUnavailable, TimedOut, Unrecorded, Unresolved};
     let retryable: Vec<_> = ProblemKind::ALL.into_iter().filter(|kind| kind.is_retryable()).collect();
-    assert_eq!(retryable, [BodyTimeout, InProgress, TimedOut, Busy, StoreUnavailable, Unrecorded]);
+    assert_eq!(retryable, [BodyTimeout, InProgress, Unresolved, TimedOut, Busy, StoreUnavailable, Unrecorded]);
 }
