@@ -21,7 +21,7 @@ use idem_runtime::StoreExt;
 use idem_runtime::dynamodb::DynamoOptions;
 use idem_runtime::key::Fingerprint;
 use idem_runtime::record::{Record, State, StoredResult, Traceparent};
-use idem_runtime::store::{Finish, Holder, OwnerToken, Release, Reservation, Verdict, renew_all};
+use idem_runtime::store::{Filter, Finish, Holder, OwnerToken, Release, Reservation, Verdict, renew_all};
 use idem_runtime::{
     DynamoStore, Error, InProgress, Key, OnCrash, Operation, Store, StoreError, StoreErrorKind, observe,
 };
@@ -344,6 +344,9 @@ async fn each_operation_costs_its_documented_requests() {
     costs("inspection", &["GetItem"]);
     assert_eq!(store.reopen(&lease.key, 2).await.unwrap(), Verdict::Applied);
     costs("inspection and decision of an operator", &["GetItem", "GetItem", "PutItem"]);
+
+    store.ping().await.unwrap();
+    costs("ping", &["PutItem", "UpdateItem", "GetItem"]);
 
     // In a takeover, the first request finds the lapsed lease.
     let lapsed = request(&store, "lapsed").lease(Duration::from_millis(1));
@@ -777,6 +780,20 @@ async fn every_refusal_by_dynamodb_has_its_error_kind_in_every_store_call() {
         is("finish", store.finish(&second, &done()).await.err());
         assert_eq!(store.finish(&second, &done()).await.unwrap(), Verdict::Applied, "{reply:?}");
     }
+}
+
+#[tokio::test]
+async fn a_login_that_lacks_one_right_is_not_ready_and_a_ping_writes_nothing() {
+    let (store, wire) = wired("ping");
+    for lacking in 0..3 {
+        let replies = (0..lacking).map(|_| Reply::Pass).chain([Reply::error(400, "AccessDeniedException")]);
+        wire.script(replies);
+        let error = store.ping().await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{lacking}: {error}");
+    }
+    assert!(store.health().await.is_ready());
+    let page = store.list(&Filter::new().scan()).await.unwrap();
+    assert_eq!((page.records.len(), page.unreadable), (0, 0));
 }
 
 #[tokio::test]

@@ -4,7 +4,7 @@
 //! the run ten times as long.
 
 use std::fmt::Write as _;
-use std::num::NonZeroU32;
+use std::num::{NonZeroU16, NonZeroU32};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -62,6 +62,8 @@ enum Step {
         fingerprint: Option<u8>,
         on_crash: OnCrash,
         max_attempts: Option<u32>,
+        /// Limit of the questions to a reconciler; 0 for a caller without a reconciler.
+        max_reconciliations: u16,
     },
     ReserveAgain {
         back: usize,
@@ -132,12 +134,14 @@ fn step(by_hand: bool) -> impl Strategy<Value = Step> {
         3 => Just(Release::Returned),
         2 => Just(Release::NotStarted),
         1 => Just(Release::Interrupted),
+        1 => Just(Release::Unresolved),
     ];
+    let max_reconciliations = prop_oneof![2 => Just(0_u16), 1 => 1..4_u16];
     // Reservations and pauses are the most frequent steps.
     prop_oneof![
-        6 => (0..2_usize, time.clone(), time, fingerprint, on_crash, max_attempts).prop_map(
-            |(key, lease, ttl, fingerprint, on_crash, max_attempts)| Step::Reserve {
-                key, lease, ttl, fingerprint, on_crash, max_attempts,
+        6 => (0..2_usize, time.clone(), time, fingerprint, on_crash, max_attempts, max_reconciliations).prop_map(
+            |(key, lease, ttl, fingerprint, on_crash, max_attempts, max_reconciliations)| Step::Reserve {
+                key, lease, ttl, fingerprint, on_crash, max_attempts, max_reconciliations,
             }
         ),
         1 => back().prop_map(|back| Step::ReserveAgain { back }),
@@ -208,6 +212,9 @@ impl<'a> History<'a> {
             );
             record.attempts_used = entry.starts;
             record.fingerprint = entry.fingerprint.map(fingerprint);
+            if entry.asked > 0 {
+                record.provenance = record.provenance.reconciling(entry.asked);
+            }
             record
         }
     }
@@ -215,19 +222,26 @@ impl<'a> History<'a> {
     fn is_expected(&self, found: &Reservation, expected: &Answer, request: &ReserveRequest) -> bool {
         match (found, expected) {
             (
-                Reservation::Granted { lease, takeover, .. },
-                Answer::Reserved { attempt, starts, fingerprint: mark, takeover: took },
+                Reservation::Granted { lease, takeover, in_doubt, .. },
+                Answer::Reserved { attempt, starts, fingerprint: mark, takeover: took, in_doubt: doubt },
             ) => {
                 let mut expected = Lease::new(request, *attempt);
                 expected.attempts_used = *starts;
                 expected.fingerprint = mark.map(fingerprint);
-                *lease == expected && takeover == took
+                // `compare` checks the provenance of the record.
+                expected.provenance = lease.provenance.clone();
+                *lease == expected && takeover == took && in_doubt == doubt
             }
             (
                 Reservation::InProgress { attempt, lapses_in, .. },
                 Answer::Pending { attempt: running, lapses_in: left },
             ) => attempt == running && self.is_left(*lapses_in, *left),
-            (Reservation::Finished { record, .. }, Answer::Finished(entry)) => *record == self.record(entry),
+            (Reservation::Finished { record, .. }, Answer::Finished(entry)) => {
+                // Some stores leave the provenance out of a replay.
+                let mut expected = self.record(entry);
+                expected.provenance = record.provenance.clone();
+                *record == expected
+            }
             (Reservation::FingerprintMismatch { attempt: found }, Answer::Mismatch { attempt: expected })
             | (Reservation::Interrupted { attempt: found }, Answer::Interrupted { attempt: expected })
             | (Reservation::AttemptsExhausted { attempts: found }, Answer::Exhausted { attempts: expected })
@@ -248,7 +262,8 @@ impl<'a> History<'a> {
 
     async fn step(&mut self, step: &Step) -> Result<(), TestCaseError> {
         match step {
-            Step::Reserve { key, lease, ttl, fingerprint: mark, on_crash, max_attempts } => {
+            Step::Reserve { key, lease, ttl, fingerprint: mark, on_crash, max_attempts, max_reconciliations } => {
+                let max_reconciliations = NonZeroU16::new(*max_reconciliations);
                 let request = ReserveRequest::new(
                     self.keys[*key].clone(),
                     self.store.context().new_owner(),
@@ -257,7 +272,8 @@ impl<'a> History<'a> {
                 )
                 .fingerprint(mark.map(fingerprint))
                 .on_crash(*on_crash)
-                .max_attempts(max_attempts.and_then(NonZeroU32::new));
+                .max_attempts(max_attempts.and_then(NonZeroU32::new))
+                .max_reconciliations(max_reconciliations);
                 let ask = Ask {
                     key: *key,
                     owner: self.asks.len(),
@@ -266,6 +282,7 @@ impl<'a> History<'a> {
                     fingerprint: *mark,
                     on_crash: *on_crash,
                     max_attempts: *max_attempts,
+                    max_reconciliations: max_reconciliations.map(NonZeroU16::get),
                 };
                 let granted = self.reserve(&ask, &request).await?;
                 // A refused caller may still send writes, with this lease.

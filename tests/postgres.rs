@@ -14,8 +14,8 @@ use idem_runtime::key::Fingerprint;
 use idem_runtime::postgres::PostgresOptions;
 use idem_runtime::record::{State, StoredResult, Traceparent};
 use idem_runtime::store::{
-    Decision, DecisionAnswer, Filter, Finish, Holder, Lease, OwnerToken, Release, Reservation, ReserveRequest,
-    Standing, Verdict, renew_all,
+    Decision, DecisionAnswer, Filter, Finish, HealthProblem, Holder, Lease, OwnerToken, Release, Reservation,
+    ReserveRequest, Standing, Verdict, renew_all,
 };
 use idem_runtime::{
     Error, InProgress, Json, Key, OnCrash, Operation, PostgresStore, Store, StoreError, StoreErrorKind, StoreExt,
@@ -23,6 +23,7 @@ use idem_runtime::{
 };
 use idem_tests::Reopen as _;
 use idem_tests::calls::{LEASE, POLICY, TRACEPARENT, call, done, request, reserved, wins};
+use idem_tests::natural;
 use idem_tests::polls::poll_once;
 use idem_tests::postgres::{PgBouncer, PostgresServer, quoted, raw, shared, shared_schema, write_nonsense};
 use idem_tests::proxy::{Line, Proxy};
@@ -127,7 +128,7 @@ async fn the_option_for_partitions_matters_only_when_the_table_is_created() {
          FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid WHERE i.inhparent = 'idem.records'::regclass";
     let made = text(&raw_parts, partitions).await;
     for (n, line) in made.lines().enumerate() {
-        let expected = format!("idem.records_{n} FOR VALUES WITH (modulus 3, remainder {n}) {{fillfactor=30}} 2");
+        let expected = format!("idem.records_{n} FOR VALUES WITH (modulus 3, remainder {n}) {{fillfactor=30}} 3");
         assert_eq!(line, expected);
     }
     // A handle that opens an existing table needs no option for partitions, and does not change the table.
@@ -261,6 +262,7 @@ async fn every_statement_of_the_store_uses_an_index() {
         let from = server.log().len();
         everything(&store, "k").await;
         store.list(&Filter::new().uncertain()).await.unwrap();
+        store.count_undecided().await.unwrap();
         let log = server.log().split_off(from);
         assert!(log.contains("Index Scan using records_"), "{log}");
         for other in ["Seq Scan on records", "Bitmap Heap Scan"] {
@@ -272,9 +274,33 @@ async fn every_statement_of_the_store_uses_an_index() {
             if partitions == 0 { "records_listed_at on records" } else { "records_0_listed_at_idx on records_0" };
         assert!(purge.contains(index) && purge.contains("Limit  ("), "{purge}");
         assert!(!purge.contains("Sort  ("), "the purge must not read all due rows first: {purge}");
+        // A count of undecided keys reads an index that holds no other keys than those under `on_crash = fail`.
+        let undecided = if partitions == 0 { "records_undecided on records" } else { "records_0_key_idx on records_0" };
+        let count = log.split("LOG:").find(|it| it.contains("WHERE r.on_crash_fail AND")).expect("counted");
+        assert!(count.contains(undecided), "{count}");
         // A statement for many keys reads, for each key, only the partition of that key.
         let lookup = log.split("LOG:").find(|it| it.contains("UPDATE") && it.contains("loops=20"));
         assert!(lookup.is_some(), "{log}");
+    }
+}
+
+#[tokio::test]
+async fn undecided_keys_are_counted_until_an_operator_decides() {
+    for partitions in [0, 4] {
+        let (store, ..) = open_with(partitions).await;
+        let fail = |key: &str| request(&store, key).on_crash(OnCrash::Fail);
+        for n in 0..3 {
+            let lease = wins(&store, &fail(&format!("interrupted{n}"))).await;
+            assert_eq!(store.release(&lease, Release::Interrupted).await.unwrap(), Verdict::Applied);
+            let lease = wins(&store, &fail(&format!("done{n}"))).await;
+            assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
+            reserved(&store, &format!("retry{n}")).await;
+        }
+        assert_eq!(store.count_undecided().await.unwrap(), 3, "{partitions} partitions");
+        let key = Key::new("test", "interrupted1").unwrap();
+        let found = store.inspect(&key).await.unwrap().expect("a record");
+        store.operator().reopen(&key, &found).await.unwrap();
+        assert_eq!(store.count_undecided().await.unwrap(), 2, "{partitions} partitions");
     }
 }
 
@@ -295,7 +321,9 @@ async fn a_missing_or_foreign_table_is_refused() {
     let plain = PostgresStore::options().schema(&schema);
     let error = plain.clone().connect(&url).await.unwrap_err();
     assert_eq!(error.kind(), StoreErrorKind::Misconfigured);
-    assert!(error.to_string().contains("ensure_schema"), "{error}");
+    for way in ["idem schema migrate", "ensure_schema", "idem schema print postgres"] {
+        assert!(error.to_string().contains(way), "{error}");
+    }
     let store = options().schema(&schema).connect(&url).await.unwrap();
     let raw = raw(&url).await;
     for comment in ["'idem 2'", "'idem 10'", "'orders'", "NULL"] {
@@ -857,6 +885,54 @@ async fn connect_names_every_right_that_is_missing() {
     raw.batch_execute("REVOKE DELETE ON idem.records FROM worker").await.unwrap();
     refused(false, &[]).await;
     refused(true, &["DELETE"]).await;
+}
+
+#[tokio::test]
+async fn a_store_whose_table_a_column_or_a_right_is_missing_is_not_ready() {
+    let server = PostgresServer::start();
+    let raw = server.raw().await;
+    let store = connect(&server.url()).await;
+    assert!(store.health().await.is_ready());
+    // Each loss, and what restores the table.
+    let mut losses = vec![
+        (
+            "ALTER TABLE idem.records RENAME TO elsewhere".to_owned(),
+            "ALTER TABLE idem.elsewhere RENAME TO records".to_owned(),
+        ),
+        (
+            "ALTER TABLE idem.records RENAME COLUMN waited TO awaited".to_owned(),
+            "ALTER TABLE idem.records RENAME COLUMN awaited TO waited".to_owned(),
+        ),
+    ];
+    raw.batch_execute("CREATE ROLE calls").await.unwrap();
+    // The tables of a superuser can't be closed to it, so the session of the store becomes another role.
+    let options = format!("{}?options=-c%20role%3Dcalls", server.url());
+    raw.batch_execute("GRANT USAGE ON SCHEMA idem TO calls; GRANT SELECT, INSERT, UPDATE ON idem.records TO calls")
+        .await
+        .unwrap();
+    for right in ["SELECT", "INSERT", "UPDATE"] {
+        losses.push((
+            format!("REVOKE {right} ON idem.records FROM calls"),
+            format!("GRANT {right} ON idem.records TO calls"),
+        ));
+    }
+    let calls = PostgresStore::connect(&options).await.unwrap();
+    for (loss, remedy) in losses {
+        let failed = async |key: &str| match calls.reserve(&request(&calls, &format!("{key} {loss}"))).await {
+            Ok(Reservation::Granted { lease, .. }) => calls.finish(&lease, &done()).await.err(),
+            other => Some(other.expect_err("a new key")),
+        };
+        assert!(failed("before").await.is_none(), "{loss}");
+        assert!(calls.health().await.is_ready(), "before {loss}");
+        raw.batch_execute(&loss).await.unwrap();
+        let health = calls.health().await;
+        assert_eq!(health.problems.iter().map(HealthProblem::axis).collect::<Vec<_>>(), ["schema"], "{loss}: {health}");
+        // The ping sees what a call sees.
+        let error = failed("after").await.expect("the call fails, too");
+        assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{loss}: {error}");
+        raw.batch_execute(&remedy).await.unwrap();
+    }
+    calls.ping().await.unwrap();
 }
 
 #[tokio::test]
@@ -1825,4 +1901,66 @@ async fn readable_columns_show_the_holder_of_a_key() {
     let undescribed: i64 = raw(&url).await.query_one(sql, &[&table]).await.unwrap().get(0);
     assert_eq!(undescribed, 0, "columns without a comment");
     store.ping().await.unwrap();
+}
+
+// Operations that need no record.
+
+/// All rows of the tables of docs/natural.md.
+async fn rows(raw: &Client) -> Vec<String> {
+    let mut rows = Vec::new();
+    for table in natural::TABLES {
+        let query = format!("SELECT '{table}: ' || it::text FROM {table} AS it ORDER BY 1");
+        rows.extend(raw.query(&query, &[]).await.unwrap().iter().map(|row| row.get::<_, String>(0)));
+    }
+    rows
+}
+
+#[tokio::test]
+async fn the_statements_about_natural_idempotency_do_what_their_page_says() {
+    let (url, schema) = shared_schema();
+    let schema = quoted(&schema);
+    let connected = async || {
+        let raw = raw(&url).await;
+        raw.batch_execute(&format!("SET search_path = {schema}")).await.unwrap();
+        raw
+    };
+    raw(&url).await.batch_execute(&format!("CREATE SCHEMA {schema}")).await.unwrap();
+    let raw = connected().await;
+    let (tables, blocks) = natural::blocks();
+    raw.batch_execute(tables).await.unwrap();
+    for block in &blocks {
+        let mut states = vec![rows(&raw).await];
+        for _ in 0..2 {
+            raw.batch_execute(block.sql).await.unwrap();
+            states.push(rows(&raw).await);
+        }
+        assert_ne!(states[0], states[1], "the first run has an effect: {block:?}");
+        assert_eq!(states[1] == states[2], block.is_idempotent, "{block:?}: {states:?}");
+    }
+    let prices = raw.query("SELECT article, cents FROM prices ORDER BY 1", &[]).await.unwrap();
+    assert_eq!(prices.iter().map(|row| (row.get(0), row.get(1))).collect::<Vec<(i64, i64)>>(), natural::PRICES);
+    assert_eq!(blocks.iter().filter(|block| block.is_idempotent).count(), 6);
+
+    // Two deliveries of one event, with the statements of the function on the page.
+    let insert = "INSERT INTO movements (event_id, customer, points) VALUES ($1, $2, $3) ON CONFLICT DO NOTHING";
+    let update = "UPDATE points SET balance = balance + $2 WHERE customer = $1";
+    assert!(natural::PAGE.contains(insert) && natural::PAGE.contains(update));
+    raw.batch_execute("UPDATE points SET balance = 0").await.unwrap();
+    let (mut one, mut two) = (connected().await, connected().await);
+    let first = one.transaction().await.unwrap();
+    assert_eq!(first.execute(insert, &[&42_i64, &3_i64, &10_i64]).await.unwrap(), 1);
+    let pid = number(&two, "SELECT pg_backend_pid()::bigint").await;
+    let second = async {
+        let second = two.transaction().await.unwrap();
+        let inserted = second.execute(insert, &[&42_i64, &3_i64, &10_i64]).await.unwrap();
+        second.commit().await.unwrap();
+        inserted
+    };
+    let commits = async {
+        until(&raw, &format!("SELECT cardinality(pg_blocking_pids({pid})) > 0")).await;
+        first.execute(update, &[&3_i64, &10_i64]).await.unwrap();
+        first.commit().await.unwrap();
+    };
+    assert_eq!(tokio::join!(second, commits).0, 0, "the second delivery waits for the first, and inserts nothing");
+    assert_eq!(number(&raw, "SELECT balance FROM points").await, 10);
 }

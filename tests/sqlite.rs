@@ -28,11 +28,13 @@ use idem_runtime::{
 };
 use idem_tests::Reopen as _;
 use idem_tests::calls::{LEASE, POLICY, TRACEPARENT, TTL, call, done, key, lease_of, request, reserved, stored};
+use idem_tests::natural;
 use idem_tests::race::{self, Race};
 use idem_tests::server::until;
 use idem_tests::sqlite::{Folder, raw};
 use rusqlite::Connection;
 use rusqlite::config::DbConfig;
+use rusqlite::types::Value;
 
 async fn open(path: &Path) -> SqliteStore {
     SqliteStore::open(path).await.unwrap()
@@ -1523,4 +1525,39 @@ async fn a_test_with_paused_time_gets_an_immediate_hint() {
     assert_eq!(source.kind(), StoreErrorKind::Misconfigured);
     assert!(source.to_string().contains("use `MemoryStore` in this test, or let its time run"), "{source}");
     assert_eq!(runs.load(Ordering::SeqCst), 0);
+}
+
+// Operations that need no record.
+
+/// All rows of the tables of docs/natural.md.
+fn rows(connection: &Connection) -> Vec<String> {
+    let mut rows = Vec::new();
+    for table in natural::TABLES {
+        let mut statement = connection.prepare(&format!("SELECT * FROM {table} ORDER BY 1")).unwrap();
+        let columns = statement.column_count();
+        let values = |row: &rusqlite::Row<'_>| (0..columns).map(|n| row.get(n)).collect::<Result<Vec<Value>, _>>();
+        let found = statement.query_map((), values).unwrap();
+        rows.extend(found.map(|row| format!("{table}: {:?}", row.unwrap())));
+    }
+    rows
+}
+
+#[test]
+fn the_statements_about_natural_idempotency_do_what_their_page_says() {
+    let connection = Connection::open_in_memory().unwrap();
+    let (tables, blocks) = natural::blocks();
+    connection.execute_batch(tables).unwrap();
+    for block in &blocks {
+        let mut states = vec![rows(&connection)];
+        for _ in 0..2 {
+            connection.execute_batch(block.sql).unwrap();
+            states.push(rows(&connection));
+        }
+        assert_ne!(states[0], states[1], "the first run has an effect: {block:?}");
+        assert_eq!(states[1] == states[2], block.is_idempotent, "{block:?}: {states:?}");
+    }
+    let mut prices = connection.prepare("SELECT article, cents FROM prices ORDER BY 1").unwrap();
+    let prices = prices.query_map((), |row| Ok((row.get(0)?, row.get(1)?))).unwrap();
+    assert_eq!(prices.collect::<Result<Vec<(i64, i64)>, _>>().unwrap(), natural::PRICES);
+    assert_eq!(blocks.iter().filter(|block| block.is_idempotent).count(), 6);
 }

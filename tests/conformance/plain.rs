@@ -45,7 +45,8 @@ mistakes! {
     FingerprintOnlyOnceFinished, FingerprintNotAtTakeover, FingerprintNotOnReplay, FingerprintNotOnceReleased,
     AbsentFingerprintDiffers, FingerprintLostAtFinish, FingerprintLostAtTakeover, FingerprintLostAtRelease,
     // Mistakes with an owner's writes.
-    ReservationBegins, UnmarkedIsInterrupted, UnmarkedCounts, BeginByKey, BeginIgnoresNumber, BeginAfterALapse, BeginAfterTheEnd,
+    DoubtUnannounced, DoubtUnmarked, QuestionsUncounted, QuestionsUnlimited, QuestionsLimited, ReconcilersRefused,
+    LateReconcilerPasses, UnresolvedCounts, UnresolvedReleases, ReservationBegins, UnmarkedIsInterrupted, UnmarkedCounts, BeginByKey, BeginIgnoresNumber, BeginAfterALapse, BeginAfterTheEnd,
     BeginNotRepeatable, BeginMarksNothing, BeginRenewsNothing,
     RenewByKey, RenewDoesNothing, NoLateRenew, RenewAfterTheEnd, RefusedRenewExtends, RenewGroupsAnswers,
     RenewAllOrNothing, RenewAnswersTwice, RenewWaitsForEach, RenewAnswersTogether, BlockedIsRefused, EmptyBatchFails, BatchOfAThousand, FinishByKey, FinishNotRepeatable, FinishOnlyRepeatable, FinishOverwrites,
@@ -75,7 +76,8 @@ mistakes! {
     DecisionNamesPileUp, DecisionForgottenByTheNext,
     // Mistakes with lists.
     ListRepeatsTheLast, ListSkipsAfterAPage, ListTakesScopesThatBeginSo, ListIgnoresLimit, ListIgnoresStanding, ListIgnoresLapse,
-    ListIgnoresAge, ListShowsExpired, ListShowsResults, ListTellsNoHolder, PingKnowsNothing,
+    ListIgnoresAge, ListIgnoresText, ListIgnoresAttempts, ListIgnoresUndecided, ListShowsExpired, ListShowsResults,
+    ListTellsNoHolder, PingKnowsNothing,
     // Mistakes with handles, drops and errors.
     HandleIsACopy, OwnersRepeat, DroppedReservationLands, TornWrites, TornReads, ErrorsAreAbsent, ForeignIsAbsent,
     // Mistakes with damaged values.
@@ -376,15 +378,18 @@ impl Plain {
 
     fn admit(&self, slot: &mut Option<Slot>, request: &ReserveRequest) -> Reservation {
         let now = self.now();
-        let reserved = |mut lease: Lease, takeover| {
-            lease.duration = request.lease;
-            lease.on_crash = request.on_crash;
-            Reservation::granted(lease, takeover && !self.is(M::TakeoverUnannounced))
+        let reserved = |record: &Record, took_over: bool| {
+            let mut granted = record.grant(request, took_over && !self.is(M::TakeoverUnannounced));
+            if let Reservation::Granted { lease, in_doubt, .. } = &mut granted {
+                (lease.duration, lease.on_crash) = (request.lease, request.on_crash);
+                *in_doubt &= !self.is(M::DoubtUnannounced);
+            }
+            granted
         };
         // If there is no record, the request begins the first attempt.
         let Some(found) = slot.as_ref() else {
             let first = slot.insert(self.pending(request, 1, 1, None));
-            return reserved(first.record.lease(request), false);
+            return reserved(&first.record, false);
         };
         let record = &found.record;
         // A decision changes the record's owner token, so the token from before all decisions is compared.
@@ -403,7 +408,11 @@ impl Plain {
         {
             return Reservation::AttemptsExhausted { attempts: record.attempts_used };
         }
-        let mut takeover = false;
+        let (mut takeover, mut in_doubt) = (false, false);
+        let asked = record.provenance.reconciliations();
+        let may_ask =
+            request.max_reconciliations.is_some_and(|max| asked < max.get() || self.is(M::QuestionsUnlimited))
+                && !self.is(M::ReconcilersRefused);
         // The state of the record leads to an answer, or to the next attempt below.
         match &record.state {
             State::Completed(_) | State::Failed(_) if self.is(M::ResultRunsAgain) => {}
@@ -416,7 +425,11 @@ impl Plain {
                 };
                 return Reservation::finished(record.clone()).aged(age);
             }
-            State::Interrupted => return Reservation::Interrupted { attempt },
+            State::Interrupted if !may_ask => return Reservation::Interrupted { attempt },
+            State::Interrupted if owner == request.owner && !self.is(M::LateReconcilerPasses) => {
+                return Reservation::Released { attempt };
+            }
+            State::Interrupted => in_doubt = true,
             State::Released if owner == request.owner && !self.is(M::LateReservationPasses) => {
                 return Reservation::Released { attempt };
             }
@@ -424,7 +437,7 @@ impl Plain {
             State::Pending { on_crash, begun, .. } => {
                 let own = record.owner == request.owner && !self.is(M::RepeatIsADuplicate);
                 if own && !(lapsed && self.is(M::RepeatIsATakeover)) {
-                    return reserved(record.lease(request), false);
+                    return reserved(record, false);
                 }
                 let marked = *begun || self.is(M::UnmarkedIsInterrupted);
                 let holder = *on_crash == OnCrash::Fail && marked && !self.is(M::HolderFailIgnored);
@@ -439,7 +452,8 @@ impl Plain {
                     let lapses_in = if self.is(M::LiveLeaseHasNoTimeLeft) { Duration::ZERO } else { lapses_in };
                     return Reservation::in_progress(attempt, lapses_in);
                 }
-                if holder || newcomer {
+                in_doubt = holder || newcomer;
+                if in_doubt && !may_ask {
                     return Reservation::Interrupted { attempt };
                 }
                 takeover = true;
@@ -448,15 +462,24 @@ impl Plain {
         }
         // When another attempt takes over, the previous attempt is not counted if its body was not marked as begun.
         let counted = record.attempts_used - u32::from(unmarked && record.attempts_used > 0);
-        if request.max_attempts.is_some_and(|max| counted >= max.get()) {
+        let limited = !in_doubt || self.is(M::QuestionsLimited);
+        if limited && request.max_attempts.is_some_and(|max| counted >= max.get()) {
             return Reservation::AttemptsExhausted { attempts: counted };
         }
         // The next attempt has a larger number. All waits for the previous attempt must end.
         let attempt = attempt + u32::from(!(takeover && self.is(M::TakeoverKeepsNumber)));
         let starts = counted + u32::from(!(takeover && self.is(M::LapseDoesNotCount)));
-        let next = self.pending(request, attempt, starts, Some(found));
+        let mut next = self.pending(request, attempt, starts, Some(found));
         self.wake(false);
-        reserved(slot.insert(next).record.lease(request), takeover)
+        // A reconciler settles the doubt first. The mark remains, so that a crash of the reconciler leaves the doubt.
+        if in_doubt {
+            if let State::Pending { begun, .. } = &mut next.record.state {
+                *begun = !self.is(M::DoubtUnmarked);
+            }
+            next.record.provenance =
+                next.record.provenance.reconciling(asked + u16::from(!self.is(M::QuestionsUncounted)));
+        }
+        reserved(&slot.insert(next).record, takeover)
     }
 
     fn begin(&self, slot: &mut Option<Slot>, lease: &Lease) -> Verdict {
@@ -537,6 +560,7 @@ impl Plain {
         let refund = u32::from(match release {
             Some(Release::NotStarted) => !self.is(M::NotStartedCounts),
             Some(Release::Returned) => self.is(M::ReleaseRefunds),
+            Some(Release::Unresolved) => !self.is(M::UnresolvedCounts),
             _ => false,
         });
         let ended = found.record.is_finished();
@@ -599,6 +623,9 @@ impl Plain {
         let record = &mut found.record;
         record.state = match state {
             State::Interrupted if self.is(M::InterruptedIsReleased) => State::Released,
+            State::Interrupted if release == Some(Release::Unresolved) && self.is(M::UnresolvedReleases) => {
+                State::Released
+            }
             State::Completed(payload) => State::Completed(self.written(payload)),
             State::Failed(payload) if self.is(M::FailedIsCompleted) => State::Completed(payload),
             State::Failed(payload) => State::Failed(self.written(payload)),
@@ -938,6 +965,13 @@ impl Plain {
             && (self.is(M::ListIgnoresAge)
                 || seen.damage.is_some()
                 || filter.older_than.is_none_or(|age| seen.began >= Some(age)))
+            && (self.is(M::ListIgnoresText)
+                || filter.contains.as_deref().is_none_or(|text| key.to_string().contains(text)))
+            && (self.is(M::ListIgnoresAttempts)
+                || filter
+                    .attempts_exhausted
+                    .is_none_or(|most| seen.record.is_exhausted(most, seen.lapses_in.unwrap_or_default())))
+            && (!filter.undecided || seen.waits_for_decision() || self.is(M::ListIgnoresUndecided))
     }
 
     fn page(&self, filter: &Filter) -> Page {

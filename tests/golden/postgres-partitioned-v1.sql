@@ -1,8 +1,8 @@
 -- The table of `PostgresStore`, version 1. `PostgresOptions::ensure_schema` runs these statements for a schema of any name.
 --
 -- `listed_at` is the time at which a purge reads a row, no later than `expires_at`. No other time is indexed, and a record
--- that finishes as planned keeps its `listed_at`, so that its completion changes no index. The fill factor leaves space for
--- the completed row in the same page.
+-- that finishes as planned keeps its `listed_at`, so that its completion changes no index (except under `on_crash = fail`).
+-- The fill factor leaves space for the completed row in the same page.
 CREATE SCHEMA IF NOT EXISTS "idem";
 
 CREATE TABLE IF NOT EXISTS "idem".records (
@@ -49,6 +49,9 @@ CREATE TABLE IF NOT EXISTS "idem".records_1 PARTITION OF "idem".records
 
 CREATE INDEX IF NOT EXISTS records_listed_at ON "idem".records (listed_at);
 
+-- The keys under `on_crash = fail` that run or wait for an operator. Other records are not in this index.
+CREATE INDEX IF NOT EXISTS records_undecided ON "idem".records (key) WHERE on_crash_fail;
+
 COMMENT ON TABLE "idem".records IS 'idem 1';
 COMMENT ON COLUMN "idem".records.listed_at IS 'when a purge looks at the row; never later than expires_at';
 COMMENT ON COLUMN "idem".records.expires_at IS 'when the record is forgotten, unless it is written again';
@@ -61,7 +64,7 @@ COMMENT ON COLUMN "idem".records.lease_ms IS 'pending: how long the lease is wit
 COMMENT ON COLUMN "idem".records.ttl_ms IS 'pending: how long the record is kept beyond its lease';
 COMMENT ON COLUMN "idem".records.result_bytes IS 'the size of a result that was too large to be stored';
 COMMENT ON COLUMN "idem".records.format IS 'the version of the row';
-COMMENT ON COLUMN "idem".records.on_crash_fail IS 'pending: whether a lapsed lease is left to an operator (on_crash = fail)';
+COMMENT ON COLUMN "idem".records.on_crash_fail IS 'whether the record waits for an operator: pending under on_crash = fail, or interrupted';
 COMMENT ON COLUMN "idem".records.begun IS 'pending: whether the body has begun, where that is marked (on_crash = fail, max_attempts)';
 COMMENT ON COLUMN "idem".records.waited IS 'whether a duplicate waits for the end of the attempt';
 COMMENT ON COLUMN "idem".records.state IS 'pending, released, interrupted, completed or failed';

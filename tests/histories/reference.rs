@@ -20,6 +20,8 @@ pub(crate) struct Ask {
     pub(crate) fingerprint: Option<u8>,
     pub(crate) on_crash: OnCrash,
     pub(crate) max_attempts: Option<u32>,
+    /// Limit of the questions to the caller's reconciler; `None` without a reconciler.
+    pub(crate) max_reconciliations: Option<u16>,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -39,13 +41,15 @@ pub(crate) struct Entry {
     pub(crate) attempt: u32,
     pub(crate) starts: u32,
     pub(crate) fingerprint: Option<u8>,
+    /// Number of questions to a reconciler since the last decision.
+    pub(crate) asked: u16,
     pub(crate) phase: Phase,
     pub(crate) forgotten_at: u64,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum Answer {
-    Reserved { attempt: u32, starts: u32, fingerprint: Option<u8>, takeover: bool },
+    Reserved { attempt: u32, starts: u32, fingerprint: Option<u8>, takeover: bool, in_doubt: bool },
     Pending { attempt: u32, lapses_in: u64 },
     Finished(Entry),
     Mismatch { attempt: u32 },
@@ -83,21 +87,47 @@ impl Reference {
         self.entries.get_mut(&key).filter(|entry| now < entry.forgotten_at)
     }
 
-    fn grant(&mut self, ask: &Ask, attempt: u32, starts: u32, fingerprint: Option<u8>, takeover: bool) -> Answer {
+    /// Grants an attempt. `asked` is its number of questions, and `in_doubt` is true if its reconciler is asked first.
+    fn grant(
+        &mut self,
+        ask: &Ask,
+        (attempt, starts): (u32, u32),
+        fingerprint: Option<u8>,
+        takeover: bool,
+        (asked, in_doubt): (u16, bool),
+    ) -> Answer {
         let lapses_at = self.now + ask.lease;
-        let phase = Phase::Pending { lease: ask.lease, ttl: ask.ttl, on_crash: ask.on_crash, begun: false, lapses_at };
+        // The mark of the body in doubt remains.
+        let begun = in_doubt;
+        let phase = Phase::Pending { lease: ask.lease, ttl: ask.ttl, on_crash: ask.on_crash, begun, lapses_at };
         let forgotten_at = lapses_at + ask.ttl;
         let (owner, decisions, by) = (ask.owner, 0, String::new());
-        let entry = Entry { owner, decisions, by, attempt, starts, fingerprint, phase, forgotten_at };
+        let entry = Entry { owner, decisions, by, attempt, starts, fingerprint, asked, phase, forgotten_at };
         self.entries.insert(ask.key, entry);
-        Answer::Reserved { attempt, starts, fingerprint, takeover }
+        Answer::Reserved { attempt, starts, fingerprint, takeover, in_doubt }
+    }
+
+    /// Answers a request about an effect in doubt: a caller with a reconciler gets the key.
+    fn settle_doubt(&mut self, ask: &Ask, entry: &Entry, takeover: bool) -> Answer {
+        let Entry { owner, attempt, fingerprint, asked, .. } = *entry;
+        // A lapsed attempt whose record is not marked may never have begun its body, and is not counted.
+        let unmarked = matches!(entry.phase, Phase::Pending { begun: false, .. }) && entry.starts > 0;
+        let starts = entry.starts - u32::from(unmarked);
+        // The request takes effect late: its owner has already ended its attempt.
+        if owner == ask.owner && ask.max_reconciliations.is_some() {
+            return Answer::Released { attempt };
+        }
+        if ask.max_reconciliations.is_none_or(|max| asked >= max) {
+            return Answer::Interrupted { attempt };
+        }
+        self.grant(ask, (attempt + 1, starts + 1), ask.fingerprint.or(fingerprint), takeover, (asked + 1, true))
     }
 
     pub(crate) fn reserve(&mut self, ask: &Ask) -> Answer {
         let Some(entry) = self.look(ask.key).cloned() else {
-            return self.grant(ask, 1, 1, ask.fingerprint, false);
+            return self.grant(ask, (1, 1), ask.fingerprint, false, (0, false));
         };
-        let Entry { owner, attempt, starts, fingerprint, .. } = entry;
+        let Entry { owner, attempt, starts, fingerprint, asked, .. } = entry;
         // The fingerprint is compared first, in every phase of the record.
         if fingerprint.is_some() && ask.fingerprint.is_some() && fingerprint != ask.fingerprint {
             return Answer::Mismatch { attempt };
@@ -107,12 +137,13 @@ impl Reference {
         // The phase of the record leads to an answer, or to another attempt.
         match entry.phase {
             Phase::Finished(_) => return Answer::Finished(entry),
-            Phase::Interrupted => return Answer::Interrupted { attempt },
+            Phase::Interrupted => return self.settle_doubt(ask, &entry, false),
             // The request takes effect late: its owner has already released the key.
             Phase::Released if owner == ask.owner => return Answer::Released { attempt },
             Phase::Released => {}
-            Phase::Pending { .. } if owner == ask.owner => {
-                return Answer::Reserved { attempt, starts, fingerprint, takeover: false };
+            Phase::Pending { begun, .. } if owner == ask.owner => {
+                let in_doubt = begun && ask.max_reconciliations.is_some();
+                return Answer::Reserved { attempt, starts, fingerprint, takeover: false, in_doubt };
             }
             Phase::Pending { lapses_at, .. } if self.now < lapses_at => {
                 return Answer::Pending { attempt, lapses_in: lapses_at - self.now };
@@ -125,7 +156,7 @@ impl Reference {
                     _ => ask.on_crash == OnCrash::Fail,
                 };
                 if interrupted {
-                    return Answer::Interrupted { attempt };
+                    return self.settle_doubt(ask, &entry, true);
                 }
                 takeover = true;
                 counted -= u32::from(!begun && counted > 0);
@@ -136,7 +167,7 @@ impl Reference {
             return Answer::Exhausted { attempts: counted };
         }
         let fingerprint = if ask.fingerprint.is_some() { ask.fingerprint } else { fingerprint };
-        self.grant(ask, attempt + 1, counted + 1, fingerprint, takeover)
+        self.grant(ask, (attempt + 1, counted + 1), fingerprint, takeover, (asked, false))
     }
 
     pub(crate) fn begin(&mut self, key: usize, owner: usize, number: u32) -> Verdict {
@@ -190,10 +221,13 @@ impl Reference {
         }
         match entry.phase {
             Phase::Pending { .. } => {
-                if release == Release::NotStarted {
+                if matches!(release, Release::NotStarted | Release::Unresolved) {
                     entry.starts -= 1;
                 }
-                entry.phase = if release == Release::Interrupted { Phase::Interrupted } else { Phase::Released };
+                entry.phase = match release {
+                    Release::Interrupted | Release::Unresolved => Phase::Interrupted,
+                    Release::Returned | Release::NotStarted => Phase::Released,
+                };
                 entry.forgotten_at = now + ask.ttl;
                 Verdict::Applied
             }
@@ -266,7 +300,7 @@ impl Reference {
         match next {
             Some((phase, starts)) => {
                 let (decisions, by) = (entry.decisions + 1, by.to_owned());
-                *entry = Entry { decisions, by, starts, phase, ..entry.clone() };
+                *entry = Entry { decisions, by, starts, phase, asked: 0, ..entry.clone() };
             }
             None if *action == Action::Forget => drop(self.entries.remove(&key)),
             None => return Verdict::Refused,

@@ -209,7 +209,7 @@ async fn completions_at_an_older_server_after_a_failover_use_scripts() {
         for n in 0..leases.len() {
             values.push(value_of(&server, &format!("before{n}")).await);
         }
-        server = replace(server, Kind::Redis);
+        server = replace(server, Kind::BaselineRedis);
         // The older server has the same records, as after a failover.
         for (n, value) in values.iter().enumerate() {
             let mut raw = server.raw().await;
@@ -240,12 +240,14 @@ async fn completions_at_an_older_server_after_a_failover_use_scripts() {
         // A newer server has the address again. The store notices this when it connects.
         server = replace(server, Kind::Valkey);
         heals(&store).await;
+        // The pings of `heals` are scripts, too.
+        let before = ran(&server).await.0;
         many(&store, "newer").await;
-        assert_eq!(ran(&server).await.0, 0);
+        assert_eq!(ran(&server).await.0, before);
     }
 
     // Another store connects to an older server first.
-    let mut server = RedisServer::start(Kind::Redis);
+    let mut server = RedisServer::start(Kind::BaselineRedis);
     let store = connect(&server).await;
     // `connect` has sent the command once with arguments that the server refuses, to check the right to send
     // the command.
@@ -254,6 +256,7 @@ async fn completions_at_an_older_server_after_a_failover_use_scripts() {
     assert_eq!(refused(&server).await, tried, "its version tells");
     server = replace(server, Kind::Valkey);
     heals(&store).await;
+    let before = ran(&server).await.0;
     many(&store, "k").await;
-    assert_eq!(ran(&server).await.0, 0);
+    assert_eq!(ran(&server).await.0, before);
 }

@@ -65,7 +65,12 @@ async fn a_full_server_refuses_every_write() {
         assert_eq!(error.kind(), StoreErrorKind::Full, "{error}");
         assert!(error.to_string().contains("OOM"), "{error}");
     }
+    // A process that makes no calls also learns that the server is full.
+    let idle = connect(&server).await;
+    assert_eq!(idle.ping().await.unwrap_err().kind(), StoreErrorKind::Full);
+    assert!(!idle.health().await.is_ready());
     set(&server, "maxmemory", "0").await;
+    assert!(idle.health().await.is_ready());
     for lease in &leases {
         assert_eq!(store.finish(lease, &done()).await.unwrap(), Verdict::Applied);
     }
