@@ -10,6 +10,7 @@ mod telemetry {
     pub(crate) mod alerts;
     pub(crate) mod capture;
     pub(crate) mod documents;
+    pub(crate) mod rules;
     pub(crate) mod scenarios;
 }
 
@@ -18,7 +19,7 @@ use std::future::pending;
 use std::time::Duration;
 
 use idem_runtime::metrics::{self, CallOutcome};
-use idem_runtime::store::HealthProblem;
+use idem_runtime::store::{HealthProblem, ReserveRequest};
 use idem_runtime::{
     Error, Key, KeyDisplay, MemoryStore, OnCrash, Operation, Store as _, StoreErrorKind, StoreExt as _, observe,
 };
@@ -375,10 +376,114 @@ async fn the_health_of_a_store_names_the_problem() {
     world.clock.advance(LEASE / 3);
     settle().await;
     let health = world.store.health().await;
-    assert_eq!(axes(&health), ["beat_lag"]);
-    assert_eq!(health.to_string(), "memory: beat_lag: a lease is due for renewal since 11.0s");
+    assert_eq!(axes(&health), ["calls", "beat_lag"]);
+    let shown = health.to_string();
+    assert!(shown.starts_with("memory: calls: operations of calls fail, the last one "), "{shown}");
+    assert!(shown.ends_with("; beat_lag: a lease is due for renewal since 11.0s"), "{shown}");
     drop(running);
-    assert!(world.store.health().await.is_ready());
+    world.clock.advance(LEASE);
+    assert!(world.store.health().await.is_ready(), "no lease is left to renew");
+}
+
+#[tokio::test]
+async fn a_store_that_answers_pings_and_fails_calls_is_not_ready() {
+    let world = World::new();
+    for kind in [StoreErrorKind::Full, StoreErrorKind::Misconfigured] {
+        world.store.next(StoreCall::Reserve, Fault::Before(kind));
+        world.call(POLICY).await.unwrap_err();
+        let health = world.store.health().await;
+        assert!(matches!(health.problems[..], [HealthProblem::CallsFail { .. }]), "{health}");
+        // A call that succeeds ends the problem.
+        world.call(POLICY).await.unwrap();
+        assert!(world.store.health().await.is_ready());
+        world.clock.advance(Duration::from_secs(600));
+    }
+    // A call whose result can't be recorded has failed, too. A reservation that succeeds meanwhile does not end the
+    // problem.
+    world.store.always(StoreCall::Finish, Fault::Before(StoreErrorKind::Full));
+    world.clock.advance(Duration::from_secs(3600));
+    world.driving(world.call(POLICY)).await.unwrap_err();
+    assert!(!world.store.health().await.is_ready());
+    // Without calls, the failure counts for 30 s: a process that gets no calls must become ready again.
+    world.store.always(StoreCall::Finish, Fault::None);
+    world.clock.advance(Duration::from_secs(31));
+    let health = world.store.health().await;
+    assert!(health.is_ready(), "{health}");
+}
+
+#[tokio::test]
+async fn a_store_that_takes_a_second_longer_is_logged_and_named_in_its_health() {
+    let (world, capture) = (World::new(), Capture::start());
+    for call in [StoreCall::Reserve, StoreCall::Finish] {
+        world.store.always(call, Fault::Slow(1));
+    }
+    let slow = async {
+        for order in 0..50 {
+            let body = async { Ok::<_, Error>(7) };
+            Operation::new(&world.store, Key::new(SCOPE, order), POLICY).run(body).await.unwrap();
+        }
+    };
+    world.driving(slow).await;
+    let health = world.store.health().await;
+    assert!(health.is_ready() && health.slow_for.is_some_and(|time| time > Duration::from_secs(30)), "{health:?}");
+    assert!(health.to_string().contains("and slow for "), "{health}");
+    for call in [StoreCall::Reserve, StoreCall::Finish] {
+        world.store.always(call, Fault::None);
+    }
+    world.store.always(StoreCall::Reserve, Fault::Slow(0));
+    Operation::new(&world.store, Key::new(SCOPE, 99), POLICY).run(async { Ok::<_, Error>(7) }).await.unwrap();
+    let lines = capture.events(Level::WARN);
+    let texts: Vec<_> = lines.iter().map(|line| line.name.as_str()).collect();
+    assert!((3..=5).contains(&lines.len()), "{texts:#?}");
+    assert!(texts[0].starts_with("the store is slow: "), "{texts:#?}");
+    assert_eq!(*texts.last().unwrap(), "the store answers quickly again");
+    assert_eq!(world.store.health().await.slow_for, None);
+}
+
+#[tokio::test]
+async fn a_store_that_fails_every_second_operation_is_logged_as_such() {
+    let (world, capture) = (World::new(), Capture::start());
+    for _ in 0..60 {
+        world.store.next(StoreCall::Reserve, Fault::Before(StoreErrorKind::Misconfigured));
+        world.call(POLICY).await.unwrap_err();
+        world.call(POLICY).await.unwrap();
+        world.clock.advance(Duration::from_secs(1));
+    }
+    let lines = capture.events(Level::WARN);
+    let texts: Vec<_> = lines.iter().map(|line| line.name.as_str()).collect();
+    assert!(texts[0].starts_with("the store refuses"), "{texts:#?}");
+    assert!(texts[2..].iter().all(|text| text.starts_with("the store fails and answers by turns")), "{texts:#?}");
+    assert!((3..=5).contains(&texts.len()), "{texts:#?}");
+}
+
+#[tokio::test]
+async fn the_gauge_of_waiting_keys_counts_until_an_operator_decides() {
+    let (world, key) = (World::new(), World::key());
+    let gauge =
+        || {
+            world.metrics().prometheus_text().lines().find_map(|line| {
+                line.strip_prefix("idem_keys_waiting_for_decision{store=\"memory\"} ").map(str::to_owned)
+            })
+        };
+    assert_eq!(gauge(), None, "nothing was counted");
+    assert_eq!(world.store.count_undecided().await.unwrap(), 0);
+    assert_eq!(gauge().as_deref(), Some("0"));
+    world.crash(OnCrash::Fail).await;
+    assert_eq!(world.store.count_undecided().await.unwrap(), 0, "its lease holds");
+    world.clock.advance(LEASE);
+    // The record waits although no delivery has come yet.
+    assert_eq!(world.store.count_undecided().await.unwrap(), 1);
+    assert_eq!(gauge().as_deref(), Some("1"));
+    // A key without `on_crash = fail` runs again, so no operator has to decide.
+    let other = Key::new(SCOPE, "other").unwrap();
+    let request = ReserveRequest::new(other, world.store.context().new_owner(), LEASE, Duration::from_secs(3600));
+    world.store.reserve(&request).await.unwrap();
+    world.clock.advance(LEASE);
+    assert_eq!(world.store.count_undecided().await.unwrap(), 1);
+    let operator = world.store.operator();
+    let found = operator.inspect(&key).await.unwrap().expect("a record");
+    operator.reopen(&key, &found).await.unwrap();
+    assert_eq!((world.store.count_undecided().await.unwrap(), gauge().as_deref()), (0, Some("0")));
 }
 
 #[test]

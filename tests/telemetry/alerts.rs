@@ -29,31 +29,74 @@ pub(crate) struct Alert {
     pub(crate) summary: &'static str,
 }
 
+/// Growth of the counters that `$series` selects, within the window `$window`, summed by the labels `$by`.
+///
+/// `increase` alone is zero for a series whose first sample already holds the event, as in a pod that has just started.
+/// Such a series had no sample at the beginning of the window, so its last value is its growth. `last_over_time` keeps
+/// the series of a pod that has ended since.
+macro_rules! grown {
+    ($by:literal, $series:literal, $window:literal) => {
+        concat!(
+            "sum by (",
+            $by,
+            ") ((last_over_time(",
+            $series,
+            "[",
+            $window,
+            "]) unless ",
+            $series,
+            " offset ",
+            $window,
+            ") or increase(",
+            $series,
+            "[",
+            $window,
+            "]))"
+        )
+    };
+}
+
 pub(crate) static ALERTS: &[Alert] = &[
     Alert {
         name: "IdemUnrecorded",
-        expr: r#"sum by (scope) (increase(idem_calls_total{outcome="unrecorded"}[10m])) > 0"#,
+        expr: concat!(grown!("scope", r#"idem_calls_total{outcome="unrecorded"}"#, "10m"), " > 0"),
         holds: "0m",
         severity: Severity::Page,
         summary: "{{ $labels.scope }}: a body ran and its result could not be recorded",
     },
     Alert {
         name: "IdemInterrupted",
-        expr: r#"sum by (scope) (increase(idem_calls_total{outcome="interrupted"}[10m])) > 0"#,
+        expr: concat!(grown!("scope", r#"idem_calls_total{outcome="interrupted"}"#, "10m"), " > 0"),
         holds: "0m",
         severity: Severity::Page,
         summary: "{{ $labels.scope }}: an operation was interrupted, and an operator has to decide about it",
     },
     Alert {
+        name: "IdemUnresolved",
+        expr: concat!(grown!("scope", r#"idem_calls_total{outcome="unresolved"}"#, "1h"), " > 10"),
+        holds: "0m",
+        severity: Severity::Ticket,
+        summary: "{{ $labels.scope }}: reconcilers were asked {{ $value }} times and did not know the outcome",
+    },
+    // `last_over_time` keeps the value of a pod that has ended, so that the alert goes on until another pod has
+    // counted.
+    Alert {
+        name: "IdemWaitingForDecision",
+        expr: "max by (store) (last_over_time(idem_keys_waiting_for_decision[5m])) > 0",
+        holds: "0m",
+        severity: Severity::Page,
+        summary: "{{ $labels.store }}: {{ $value }} keys wait for the decision of an operator",
+    },
+    Alert {
         name: "IdemAttemptsExhausted",
-        expr: r#"sum by (scope) (increase(idem_calls_total{outcome="attempts_exhausted"}[10m])) > 0"#,
+        expr: concat!(grown!("scope", r#"idem_calls_total{outcome="attempts_exhausted"}"#, "10m"), " > 0"),
         holds: "0m",
         severity: Severity::Page,
         summary: "{{ $labels.scope }}: an operation has used up its attempts",
     },
     Alert {
         name: "IdemLeaseLost",
-        expr: r#"sum by (scope) (increase(idem_uncertain_total{kind="lease_lost"}[10m])) > 0"#,
+        expr: concat!(grown!("scope", r#"idem_uncertain_total{kind="lease_lost"}"#, "10m"), " > 0"),
         holds: "0m",
         severity: Severity::Page,
         summary: "{{ $labels.scope }}: an attempt lost its lease while its body ran",
@@ -80,64 +123,83 @@ pub(crate) static ALERTS: &[Alert] = &[
         summary: "{{ $labels.store }}: more than one operation in twenty fails",
     },
     Alert {
+        name: "IdemStoreFull",
+        expr: concat!(grown!("store", r#"idem_store_errors_total{kind="full"}"#, "10m"), " > 0"),
+        holds: "0m",
+        severity: Severity::Page,
+        summary: "{{ $labels.store }}: the store is full, and refuses new keys",
+    },
+    Alert {
+        name: "IdemStoreSlow",
+        expr: r#"histogram_quantile(0.99, sum by (store, le) (rate(idem_store_seconds_bucket{op=~"reserve|begin|renew|finish|release"}[2m]))) > 0.5"#,
+        holds: "1m",
+        severity: Severity::Page,
+        summary: "{{ $labels.store }}: one operation in a hundred takes {{ $value | humanizeDuration }} or longer",
+    },
+    Alert {
         name: "IdemUnprotected",
-        expr: r#"sum by (scope) (increase(idem_calls_total{outcome="unprotected"}[10m])) > 0"#,
+        expr: concat!(grown!("scope", r#"idem_calls_total{outcome="unprotected"}"#, "10m"), " > 0"),
         holds: "0m",
         severity: Severity::Ticket,
         summary: "{{ $labels.scope }}: bodies ran without protection",
     },
     Alert {
         name: "IdemTakeovers",
-        expr: "sum by (scope) (increase(idem_takeovers_total[1h])) > 5",
+        expr: concat!(grown!("scope", "idem_takeovers_total", "1h"), " > 5"),
         holds: "0m",
         severity: Severity::Ticket,
         summary: "{{ $labels.scope }}: {{ $value | humanize }} attempts died within an hour",
     },
     Alert {
         name: "IdemTimedOut",
-        expr: r#"sum by (scope) (increase(idem_calls_total{outcome="timed_out"}[1h])) > 0"#,
+        expr: concat!(grown!("scope", r#"idem_calls_total{outcome="timed_out"}"#, "1h"), " > 0"),
         holds: "0m",
         severity: Severity::Ticket,
         summary: "{{ $labels.scope }}: a body ran for longer than its `timeout`",
     },
     Alert {
         name: "IdemMismatch",
-        expr: r#"sum by (scope) (increase(idem_calls_total{outcome="fingerprint_mismatch"}[1h])) > 0"#,
+        expr: concat!(grown!("scope", r#"idem_calls_total{outcome="fingerprint_mismatch"}"#, "1h"), " > 0"),
         holds: "0m",
         severity: Severity::Ticket,
         summary: "{{ $labels.scope }}: a key was used with another payload",
     },
     Alert {
         name: "IdemMissingKeys",
-        expr: r#"sum by (scope) (increase(idem_calls_total{outcome=~"missing_key|invalid"}[1h])) > 0"#,
+        expr: concat!(grown!("scope", r#"idem_calls_total{outcome=~"missing_key|invalid"}"#, "1h"), " > 0"),
         holds: "0m",
         severity: Severity::Ticket,
         summary: "{{ $labels.scope }}: messages have no valid key",
     },
     Alert {
         name: "IdemResultsDropped",
-        expr: "sum by (scope, why) (increase(idem_results_dropped_total[1h])) > 0",
+        expr: concat!(grown!("scope, why", "idem_results_dropped_total", "1h"), " > 0"),
         holds: "0m",
         severity: Severity::Ticket,
         summary: "{{ $labels.scope }}: results can't be replayed ({{ $labels.why }})",
     },
     Alert {
         name: "IdemResultUnavailable",
-        expr: r#"sum by (scope) (increase(idem_calls_total{outcome="result_unavailable"}[1h])) > 0"#,
+        expr: concat!(grown!("scope", r#"idem_calls_total{outcome="result_unavailable"}"#, "1h"), " > 0"),
         holds: "0m",
         severity: Severity::Ticket,
         summary: "{{ $labels.scope }}: duplicates could not get the result of their operation",
     },
     Alert {
         name: "IdemHeldUp",
-        expr: r#"sum by (scope) (increase(idem_calls_total{outcome="in_progress"}[10m])) > 3"#,
+        expr: concat!(grown!("scope", r#"idem_calls_total{outcome="in_progress"}"#, "10m"), " > 3"),
         holds: "30m",
         severity: Severity::Ticket,
         summary: "{{ $labels.scope }}: for half an hour duplicates have been refused because an attempt holds their key",
     },
     Alert {
         name: "IdemNearlyForgotten",
-        expr: r#"sum by (scope) (increase(idem_replay_age_ratio_count[1h])) - sum by (scope) (increase(idem_replay_age_ratio_bucket{le="0.8"}[1h])) > 0"#,
+        expr: concat!(
+            grown!("scope", "idem_replay_age_ratio_count", "1h"),
+            " - ",
+            grown!("scope", r#"idem_replay_age_ratio_bucket{le="0.8"}"#, "1h"),
+            " > 0"
+        ),
         holds: "0m",
         severity: Severity::Ticket,
         summary: "{{ $labels.scope }}: duplicates come when most of `ttl` is over; later duplicates will run again",
@@ -158,14 +220,14 @@ pub(crate) static ALERTS: &[Alert] = &[
     },
     Alert {
         name: "IdemBrokerBeatsFail",
-        expr: r#"sum by (store) (increase(idem_broker_beats_total{result!="told"}[10m])) > 3"#,
+        expr: concat!(grown!("store", r#"idem_broker_beats_total{result!="told"}"#, "10m"), " > 3"),
         holds: "0m",
         severity: Severity::Ticket,
         summary: "{{ $labels.store }}: messages can't be extended in the broker while they are handled",
     },
     Alert {
         name: "IdemKeyQuality",
-        expr: "sum by (scope, kind) (increase(idem_key_quality_total[1h])) > 0",
+        expr: concat!(grown!("scope, kind", "idem_key_quality_total", "1h"), " > 0"),
         holds: "0m",
         severity: Severity::Ticket,
         summary: "{{ $labels.scope }}: keys in shadow mode are {{ $labels.kind }}",
@@ -250,25 +312,35 @@ pub(crate) static ROWS: &[Row] = &[
         panels: &[
             Panel {
                 title: "Uncertain: the effect may have happened",
-                expr: r#"sum by (scope, kind) (increase(idem_uncertain_total{scope=~"$scope"}[$__rate_interval]))"#,
+                expr: grown!("scope, kind", r#"idem_uncertain_total{scope=~"$scope"}"#, "$__rate_interval"),
                 legend: "{{scope}} {{kind}}",
                 unit: "none",
             },
             Panel {
                 title: "Takeovers",
-                expr: r#"sum by (scope) (increase(idem_takeovers_total{scope=~"$scope"}[$__rate_interval]))"#,
+                expr: grown!("scope", r#"idem_takeovers_total{scope=~"$scope"}"#, "$__rate_interval"),
                 legend: "{{scope}}",
                 unit: "none",
             },
             Panel {
                 title: "For a person to decide",
-                expr: r#"sum by (scope, outcome) (increase(idem_calls_total{scope=~"$scope",outcome=~"interrupted|attempts_exhausted|result_unavailable|fingerprint_mismatch"}[$__rate_interval]))"#,
+                expr: grown!(
+                    "scope, outcome",
+                    r#"idem_calls_total{scope=~"$scope",outcome=~"interrupted|attempts_exhausted|result_unavailable|fingerprint_mismatch"}"#,
+                    "$__rate_interval"
+                ),
                 legend: "{{scope}} {{outcome}}",
                 unit: "none",
             },
             Panel {
+                title: "Keys that wait for a decision",
+                expr: "max by (store) (idem_keys_waiting_for_decision)",
+                legend: "{{store}}",
+                unit: "none",
+            },
+            Panel {
                 title: "Results dropped",
-                expr: r#"sum by (scope, why) (increase(idem_results_dropped_total{scope=~"$scope"}[$__rate_interval]))"#,
+                expr: grown!("scope, why", r#"idem_results_dropped_total{scope=~"$scope"}"#, "$__rate_interval"),
                 legend: "{{scope}} {{why}}",
                 unit: "none",
             },
@@ -280,7 +352,7 @@ pub(crate) static ROWS: &[Row] = &[
             },
             Panel {
                 title: "Keys, in shadow mode",
-                expr: r#"sum by (scope, kind) (increase(idem_key_quality_total{scope=~"$scope"}[$__rate_interval]))"#,
+                expr: grown!("scope, kind", r#"idem_key_quality_total{scope=~"$scope"}"#, "$__rate_interval"),
                 legend: "{{scope}} {{kind}}",
                 unit: "none",
             },

@@ -7,8 +7,8 @@ use std::path::Path;
 use std::{env, fs};
 
 use idem_runtime::metrics::{Kind, Metric, TABLE};
-use idem_runtime::{Key, Operation, observe};
-use idem_tests::settle;
+use idem_runtime::{Key, Operation, StoreErrorKind, StoreExt as _, observe};
+use idem_tests::{Fault, StoreCall, settle};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
 use serde_json::{Value, json};
 
@@ -165,13 +165,13 @@ fn every_alert_names_its_meaning_and_the_next_steps() {
 
 /// Series that an expression selects: name, and conditions on labels.
 #[derive(Debug)]
-struct Selector {
-    name: String,
-    matchers: Vec<(String, String, String)>,
+pub(super) struct Selector {
+    pub(super) name: String,
+    pub(super) matchers: Vec<(String, String, String)>,
 }
 
 /// Parses the series that `expr` selects.
-fn selectors(expr: &str) -> Vec<Selector> {
+pub(super) fn selectors(expr: &str) -> Vec<Selector> {
     let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let mut found = Vec::new();
     let mut rest = expr;
@@ -195,7 +195,7 @@ fn selectors(expr: &str) -> Vec<Selector> {
 }
 
 /// Metric of the table that exports the series `series`.
-fn metric_of(series: &str) -> &'static Metric {
+pub(super) fn metric_of(series: &str) -> &'static Metric {
     let name = ["_bucket", "_sum", "_count"].iter().find_map(|suffix| series.strip_suffix(suffix));
     let is_it = |metric: &&&Metric| metric.name == series || Some(metric.name) == name;
     TABLE.iter().find(is_it).unwrap_or_else(|| panic!("no metric of the table is called `{series}`"))
@@ -292,6 +292,9 @@ fn every_expression_names_series_that_a_real_run_exports() {
             observe(world.lasting(POLICY, LEASE)).on_beat(LEASE / 3, |_| std::future::ready(Err::<(), _>("away")));
         world.driving(call).await.0.unwrap();
         settle().await;
+        world.store.next(StoreCall::Reserve, Fault::Before(StoreErrorKind::Full));
+        world.call(POLICY).await.unwrap_err();
+        world.store.count_undecided().await.unwrap();
     });
     let text = recorder.render();
     let exported = lines(&text);
@@ -324,6 +327,7 @@ async fn the_librarys_own_prometheus_text_has_the_series_of_the_exporter() {
             .await
             .unwrap();
     }
+    world.store.count_undecided().await.unwrap();
     let text = world.metrics().prometheus_text();
     for line in [
         "# TYPE idem_calls_total counter",
@@ -336,6 +340,7 @@ async fn the_librarys_own_prometheus_text_has_the_series_of_the_exporter() {
         "idem_store_seconds_count{store=\"memory\",op=\"reserve\"} 2",
         "idem_store_errors_total{store=\"memory\",op=\"finish\",kind=\"full\"} 0",
         "idem_leases_held{store=\"memory\"} 0",
+        "idem_keys_waiting_for_decision{store=\"memory\"} 0",
     ] {
         assert!(text.lines().any(|it| it == line), "{line}\n{text}");
     }

@@ -11,8 +11,8 @@ use idem_runtime::clock::ManualClock;
 use idem_runtime::metrics::{self, Snapshot};
 use idem_runtime::store::{Reservation, ReserveRequest, Verdict};
 use idem_runtime::{
-    Error, InProgress, Key, MemoryStore, MissingKey, Mode, OnCrash, OnStoreError, Operation, Policy, Store,
-    StoreErrorKind, StoreExt as _,
+    Error, InProgress, Key, MemoryStore, MissingKey, Mode, OnCrash, OnStoreError, Operation, Policy, Reconciliation,
+    Store, StoreErrorKind, StoreExt as _,
 };
 use idem_tests::polls::poll_once;
 use idem_tests::{Fault, FaultyStore, StoreCall, settle};
@@ -66,6 +66,13 @@ impl World {
         let mut call: Running<'_> = Box::pin(self.operation(policy).run(pending()));
         assert!(poll_once(call.as_mut()).await.is_pending());
         call
+    }
+
+    /// Makes a failing call of a handler with a reconciler, which leaves the operation in doubt.
+    async fn doubt(&self) {
+        let operation = self.operation(POLICY).uncertain_errors();
+        let operation = operation.reconcile(async { unreachable!("nothing is in doubt") });
+        operation.run(async { Err::<u32, _>(Error::from(missing())) }).await.unwrap_err();
     }
 
     /// Leaves a pending record, as a process that died in a body does.
@@ -331,8 +338,55 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
         disposition: Some("dead_letter"),
         is_error: true,
         fields: &[("idem.uncertain", "true")],
-        events: &[("ERROR", "an earlier attempt started and did not return")],
+        events: &[("ERROR", "the effect of an earlier attempt is in doubt, and no other may run")],
         counts: &[("idem_uncertain_total", "kind", "interrupted")],
+    },
+    Scenario {
+        name: "an uncertain error",
+        run: run!(|world| {
+            let body = async { Err::<u32, _>(Error::from(missing())) };
+            world.operation(POLICY).uncertain_errors().run(body).await.unwrap_err();
+        }),
+        outcome: "failed",
+        disposition: Some("dead_letter"),
+        is_error: true,
+        fields: &[("idem.uncertain", "true")],
+        events: &[("ERROR", "the body returned an uncertain error, and no other may run")],
+        counts: &[("idem_uncertain_total", "kind", "reported")],
+    },
+    Scenario {
+        name: "an uncertain error, and a reconciler that finds the effect",
+        run: run!(|world| {
+            world.doubt().await;
+            let operation = world.operation(POLICY).reconcile(async { Ok::<_, Error>(Reconciliation::Done(7)) });
+            operation.run(async { Ok(8) }).await.unwrap();
+        }),
+        outcome: "reconciled",
+        disposition: Some("ack"),
+        events: &[
+            ("WARN", "the body returned an uncertain error; the next delivery asks the reconciler"),
+            ("WARN", "the effect of an earlier attempt is in doubt: its reconciler is asked"),
+        ],
+        counts: &[("idem_uncertain_total", "kind", "reported")],
+        ..PLAIN
+    },
+    Scenario {
+        name: "an uncertain error, and a reconciler that does not know",
+        run: run!(|world| {
+            world.doubt().await;
+            let ask_again = Duration::from_secs(60);
+            let unknown = async move { Ok::<_, Error>(Reconciliation::Unknown { ask_again }) };
+            world.operation(POLICY).reconcile(unknown).run(async { Ok(8) }).await.unwrap_err();
+        }),
+        outcome: "unresolved",
+        disposition: Some("retry"),
+        is_error: true,
+        fields: &[("idem.uncertain", "true")],
+        events: &[
+            ("WARN", "the body returned an uncertain error; the next delivery asks the reconciler"),
+            ("WARN", "the effect of an earlier attempt is in doubt: its reconciler is asked"),
+        ],
+        counts: &[("idem_uncertain_total", "kind", "reported")],
     },
     Scenario {
         name: "too many attempts",
