@@ -279,8 +279,12 @@ fn the_readme_names_the_versions_that_are_used() {
         for driver in cell.split(", ").filter_map(|driver| driver.strip_prefix('`')) {
             let (name, version) = driver.split_once("` ").expect("a version");
             let is_used = |line: &str| {
-                let Some(rest) = line.strip_prefix(&format!("{name} = ")) else { return false };
-                rest.trim_start_matches("{ version = ").starts_with(&format!("\"{version}"))
+                // A manifest renames a driver that it uses in several releases.
+                let renamed = format!(" = {{ package = \"{name}\", version = ");
+                let rest = line.strip_prefix(&format!("{name} = ")).or_else(|| Some(line.split_once(&renamed)?.1));
+                let rest = rest.map(|rest| rest.trim_start_matches("{ version = ").trim_start_matches(['"', '>', '=']));
+                // `0.39 to 0.43` in README.md is `>=0.39, <0.44` in the manifest.
+                rest.is_some_and(|rest| rest.starts_with(version.split(' ').next().unwrap_or_default()))
             };
             assert!(manifest.lines().any(is_used), "Cargo.toml has another version than {name} {version}");
             drivers += 1;
@@ -290,14 +294,40 @@ fn the_readme_names_the_versions_that_are_used() {
     assert!(readme.lines().count() <= 250, "README.md has more than 250 lines");
 }
 
+/// Programs on pages: the page, the example, and the code. The example names its page in a comment.
+fn programs() -> Vec<(String, PathBuf, String)> {
+    let examples = files(&root().join("examples"), "rs").into_iter();
+    let programs = examples.filter_map(|path| {
+        let source = read(&path);
+        let (before, program) = source.split_once(" has the program from here on.\n")?;
+        let (_, page) = before.rsplit_once("// ").expect("the name of a page");
+        Some((page.to_owned(), path, program.to_owned()))
+    });
+    programs.collect()
+}
+
 #[test]
-fn the_page_about_http_begins_with_a_program_that_is_built() {
-    let example = read(&root().join("examples/axum_front.rs"));
-    let (_, program) = example.split_once("// On the page from here on.\n").expect("the program");
-    let page = read(&root().join("docs/http.md"));
-    let (_, rest) = page.split_once("```rust,no_run\n").expect("a program");
-    let (told, _) = rest.split_once("```").expect("its end");
-    assert_eq!(told, program, "docs/http.md and examples/axum_front.rs have the same program");
+fn each_program_of_a_page_is_an_example() {
+    let programs = programs();
+    assert!(programs.len() >= 5, "{} programs are too few: the check reads nothing", programs.len());
+    for (page, path, program) in &programs {
+        let blocks = read(&root().join(page));
+        let mut blocks = blocks.split("```rust").skip(1).filter_map(|rest| rest.split_once('\n')?.1.split_once("```"));
+        assert!(blocks.any(|(block, _)| block == program), "{page} has not the program of {}", path.display());
+    }
+}
+
+#[test]
+fn the_first_programs_are_complete_and_short() {
+    let page = read(&root().join("docs/start.md"));
+    let there: Vec<_> = programs().into_iter().filter(|(page, ..)| page == "docs/start.md").collect();
+    assert_eq!(page.matches("\n```rust").count(), there.len(), "each block of code in docs/start.md is an example");
+    for (_, path, program) in there {
+        let code = program.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with("//"));
+        let lines = code.filter(|line| !line.starts_with("use ")).count();
+        assert!(lines <= 45, "{} has {lines} lines without imports and comments", path.display());
+        assert!(program.contains("fn main()"), "{} is a whole program", path.display());
+    }
 }
 
 /// Name and documented default of each method in `source` that sets an option.
@@ -346,6 +376,98 @@ fn the_page_about_http_lists_every_setting_with_its_default() {
     assert_eq!(told, there, "docs/http.md and layer.rs have the same settings, in one order");
 }
 
+/// A fenced block of a page.
+struct Block {
+    page: String,
+    /// Text after the back quotes, such as `rust` or `sh`.
+    tag: String,
+    text: String,
+}
+
+/// Blocks of all pages that a user reads.
+fn blocks() -> Vec<Block> {
+    let pages = ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "benches/README.md"].map(|page| root().join(page));
+    let mut found = Vec::new();
+    for path in pages.into_iter().chain(files(&root().join("docs"), "md")) {
+        let page = path.strip_prefix(root()).expect("a page").to_str().expect("a name in ASCII").to_owned();
+        let mut open: Option<Block> = None;
+        for line in read(&path).lines() {
+            match (line.trim_start().strip_prefix("```"), &mut open) {
+                (Some(_), Some(_)) => found.extend(open.take()),
+                (Some(tag), None) => {
+                    open = Some(Block { page: page.clone(), tag: tag.trim().to_owned(), text: String::new() });
+                }
+                (None, Some(block)) => block.text.extend([line, "\n"]),
+                (None, None) => {}
+            }
+        }
+        assert!(open.is_none(), "{page}: a block without end");
+    }
+    found
+}
+
+/// Each block is a part of an example, or a doc test of tests/src/lib.rs without lines that rustdoc hides.
+#[test]
+fn every_block_of_rust_is_compiled_as_it_stands() {
+    let harness = read(&root().join("tests/src/lib.rs"));
+    let examples: Vec<_> = files(&root().join("examples"), "rs").iter().map(|path| read(path)).collect();
+    let blocks = blocks();
+    let blocks: Vec<_> = blocks.iter().filter(|block| block.tag.starts_with("rust")).collect();
+    assert!(blocks.len() > 15, "{} blocks are too few: the check reads nothing", blocks.len());
+    let mut wrong = BTreeSet::new();
+    for Block { page, tag, text } in blocks {
+        let is_included = harness.contains(&format!("include_str!(\"../../{page}\")"));
+        let is_whole = !text.lines().any(|line| line == "#" || line.starts_with("# "));
+        let is_test = is_included && is_whole && ["rust", "rust,no_run"].contains(&tag.as_str());
+        if !is_test && !examples.iter().any(|example| example.contains(text.as_str())) {
+            wrong.insert(page.as_str());
+        }
+    }
+    assert!(wrong.is_empty(), "pages with blocks of Rust that no test compiles: {wrong:?}");
+}
+
+#[test]
+fn the_commands_of_pages_name_examples_features_and_scripts_that_exist() {
+    let manifest = read(&root().join("examples/Cargo.toml"));
+    let (_, features) = manifest.split_once("\n[features]\n").expect("the features");
+    let features = features.split("\n[").next().unwrap_or_default();
+    let is_feature = |name: &str| features.lines().any(|line| line.starts_with(&format!("{name} = ")));
+    let (mut count, mut wrong) = (0, Vec::new());
+    for Block { page, tag, text } in blocks() {
+        if !["sh", "console"].contains(&tag.as_str()) {
+            continue;
+        }
+        for line in text.lines() {
+            let line = line.strip_prefix("$ ").unwrap_or(line).split(" # ").next().unwrap_or_default();
+            let words: Vec<_> = line.split_whitespace().collect();
+            let after = |option: &str| words.iter().position(|word| *word == option).map(|at| words[at + 1]);
+            if let Some(script) = words.first().and_then(|word| word.strip_prefix("./scripts/")) {
+                count += 1;
+                if !root().join("scripts").join(script).is_file() {
+                    wrong.push(format!("{page}: {line}"));
+                }
+            }
+            let Some(example) = after("--example") else { continue };
+            count += 1;
+            let is_there = root().join(format!("examples/{example}.rs")).is_file();
+            let mut named = after("--features").into_iter().flat_map(|features| features.split(','));
+            if !is_there || !named.all(is_feature) {
+                wrong.push(format!("{page}: {line}"));
+            }
+        }
+    }
+    assert!(count > 10, "{count} commands are too few: the check reads nothing");
+    assert!(wrong.is_empty(), "commands of things that do not exist: {wrong:#?}");
+}
+
+#[test]
+fn the_lines_that_axum_payments_prints_are_those_of_the_page_about_http() {
+    let (example, page) = (read(&root().join("examples/axum_payments.rs")), read(&root().join("docs/http.md")));
+    let (_, lines) = example.split_once("const LINES: &str = r#\"\n").expect("the lines");
+    let (lines, _) = lines.split_once("\"#;").expect("their end");
+    assert!(page.contains(&format!("```sh\n{lines}```\n")), "docs/http.md does not contain these lines:\n{lines}");
+}
+
 /// Sentences of a page, or of the comments in a source, without code.
 fn sentences(text: &str, is_page: bool) -> Vec<String> {
     let (mut paragraphs, mut is_code) = (vec![String::new()], false);
@@ -372,11 +494,24 @@ fn sentences(text: &str, is_page: bool) -> Vec<String> {
     paragraphs.iter().flat_map(|it| it.split_inclusive(ends)).map(|it| it.trim().to_owned()).collect()
 }
 
+/// Folders with Rust code.
+const SOURCES: [&str; 10] = [
+    "idem-runtime",
+    "idem-macros",
+    "idem-apalis",
+    "idem-rmcp",
+    "idem-ruststream",
+    "idem-cli",
+    "tests",
+    "examples",
+    "benches",
+    "fuzz",
+];
+
 #[test]
 fn sentences_begin_with_their_subject() {
     const CLAUSES: [&str; 8] = ["What", "How", "Who", "Whoever", "Whatever", "Nobody", "Somebody", "Those who"];
-    let sources = ["idem-runtime", "idem-macros", "idem-cli", "tests", "examples", "benches", "fuzz"];
-    let sources = sources.iter().flat_map(|folder| files(&root().join(folder), "rs"));
+    let sources = SOURCES.iter().flat_map(|folder| files(&root().join(folder), "rs"));
     let pages = fs::read_dir(root()).expect("the folder").map(|entry| entry.expect("an entry").path());
     let pages = pages.filter(|path| path.extension().is_some_and(|it| it == "md"));
     let pages = pages.chain(files(&root().join("docs"), "md")).chain([root().join("benches/README.md")]);
@@ -399,7 +534,6 @@ fn sentences_begin_with_their_subject() {
 
 #[test]
 fn comments_are_at_most_120_columns_wide() {
-    const SOURCES: [&str; 7] = ["idem-runtime", "idem-macros", "idem-cli", "tests", "examples", "benches", "fuzz"];
     let (mut count, mut wrong) = (0, Vec::new());
     for path in SOURCES.iter().flat_map(|folder| files(&root().join(folder), "rs")) {
         let mut is_code = false;
@@ -623,4 +757,40 @@ fn readme_and_architecture_stay_below_a_number_of_words() {
         }
         assert!(words <= most, "{page} has {words} words, more than {most}");
     }
+}
+
+#[test]
+fn the_diagrams_are_those_that_their_script_draws() {
+    let run = std::process::Command::new("python3").arg(root().join("scripts/diagrams")).arg("--check").output();
+    let run = run.expect("python3 runs");
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+}
+
+/// Texts with the keyword `Description` in a PNG.
+fn descriptions(path: &Path) -> Vec<String> {
+    let image = fs::read(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    let (mut at, mut found) = (8, Vec::new());
+    while let Some(head) = image.get(at..at + 8) {
+        let length = u32::from_be_bytes(head[..4].try_into().expect("four bytes")) as usize;
+        let content = &image[at + 8..at + 8 + length];
+        if let Some(text) = content.strip_prefix(b"Description\0\0\0\0\0").filter(|_| &head[4..] == b"iTXt") {
+            found.push(String::from_utf8_lossy(text).into_owned());
+        }
+        at += length + 12;
+    }
+    found
+}
+
+#[test]
+fn the_pictures_of_the_dashboard_show_each_of_its_panels() {
+    let dashboard: serde_json::Value =
+        serde_json::from_str(&read(&root().join("ops/grafana.json"))).expect("the dashboard is JSON");
+    let panels = dashboard["panels"].as_array().expect("panels").iter().filter(|panel| panel["type"] != "row");
+    let panels: Vec<_> = panels.map(|panel| panel["title"].as_str().expect("a title")).collect();
+    let pictures = ["dashboard-calls", "dashboard-store"];
+    let texts = pictures.iter().flat_map(|name| descriptions(&root().join(format!("docs/pictures/{name}.png"))));
+    let texts: Vec<_> = texts.collect();
+    let shown: Vec<_> = texts.iter().flat_map(|text| text.lines()).collect();
+    assert!(panels.len() > 20, "{} panels are too few: the check reads nothing", panels.len());
+    assert_eq!(shown, panels, "run scripts/pictures");
 }

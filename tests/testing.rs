@@ -269,7 +269,7 @@ mod explorer {
     use std::time::Duration;
 
     use idem_runtime::testing::{Explorer, NoAnswer, Problem, Report, SimulatedStore, Worker, explore};
-    use idem_runtime::{Disposition, Error, OnError, Store, current, idempotent, observe};
+    use idem_runtime::{Disposition, Error, OnError, Reconciliation, Store, current, idempotent, observe};
     use serde::{Deserialize, Serialize};
 
     /// Application of one worker.
@@ -535,11 +535,18 @@ mod explorer {
     fn a_check_before_the_charge_prevents_repeated_charges_only_after_crashes() {
         let found = found!(is_repeated, |worker| async move { check_then_charge(&App::new(worker), 42).await });
         assert!(
-            found
-                .iter()
-                .all(|it| ["stop@effect", "pause@effect", "overtake@effect"].iter().any(|cut| it.starts_with(cut))),
+            found.iter().all(|it| [
+                "stop@effect",
+                "pause@effect",
+                "overtake@effect",
+                "late@effect",
+                "crash-late@effect"
+            ]
+            .iter()
+            .any(|cut| it.starts_with(cut))),
             "{found:?}"
         );
+        assert!(found.contains("late@effect:2") && found.contains("crash-late@effect:2"), "{found:?}");
     }
 
     #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
@@ -700,7 +707,8 @@ mod explorer {
     fn an_error_that_frees_its_key_is_not_at_most_once() {
         let deliver = |worker| async move { charge_again_after_an_error(&App::new(worker), 42).await };
         let found = found!(Explorer::new().at_most_once(), is_repeated, deliver);
-        assert!(found.iter().all(|it| it.starts_with("answer-lost@effect:1")), "{found:?}");
+        let is_expected = |it: &String| it.starts_with("answer-lost@effect:1") || it.starts_with("late@effect:1");
+        assert!(found.iter().all(is_expected), "{found:?}");
     }
 
     #[idempotent(key = "order:{order}", ttl = "7d", store = app.store, on_store_error = run)]
@@ -801,6 +809,135 @@ mod explorer {
         let report = explore(|worker| async move { nothing_left_to_do(&App::new(worker), 42).await });
         assert!(report.findings().iter().all(|it| *it.problem() == Problem::NothingCounted), "{report}");
         assert_eq!(report.findings().len(), 1);
+    }
+
+    // ---- Reconcilers -----------------------------------------------------------------------------------------------
+
+    /// Answer of a reconciler if the bank has not found the refund.
+    #[derive(Clone, Copy)]
+    enum NotFound {
+        NotDone,
+        Unknown,
+        /// The reconciler waits until each earlier request has expired, and only then asks the bank.
+        NotDoneAfterExpiry,
+    }
+
+    const EXPIRY: Duration = Duration::from_secs(600);
+
+    struct Bank {
+        worker: Worker,
+        /// True if the bank refuses the second request with a reference.
+        refuses_twice: bool,
+        not_found: NotFound,
+        /// For each reconciler, its number of steps; a reconciler that has answered has made three steps.
+        reached: Arc<Mutex<Vec<u32>>>,
+    }
+
+    /// Counts the steps of a reconciler, until it answers or is dropped.
+    struct Steps<'a>(&'a Bank, u32);
+
+    impl Drop for Steps<'_> {
+        fn drop(&mut self) {
+            self.0.reached.lock().unwrap().push(self.1);
+        }
+    }
+
+    #[idempotent(
+        key = "refund:{order}", ttl = "7d", store = bank.worker.store(), on_error = uncertain,
+        on_crash = reconcile(find_refund(bank, order))
+    )]
+    async fn refund(bank: &Bank, order: u32) -> anyhow::Result<u32> {
+        let request = bank.worker.effect("refund");
+        let request = if bank.refuses_twice { request.key(current()?.child_key("refund")) } else { request };
+        match bank.not_found {
+            NotFound::NotDoneAfterExpiry => request.expires_after(EXPIRY).await?,
+            _ => request.await?,
+        };
+        Ok(order)
+    }
+
+    async fn find_refund(bank: &Bank, order: u32) -> anyhow::Result<Reconciliation<u32>> {
+        let mut steps = Steps(bank, 0);
+        bank.worker.checkpoint().await;
+        if let NotFound::NotDoneAfterExpiry = bank.not_found {
+            tokio::time::sleep(EXPIRY).await;
+        }
+        steps.1 = 1;
+        let found = bank.worker.happened("refund").await?;
+        steps.1 = 2;
+        bank.worker.checkpoint().await;
+        steps.1 = 3;
+        Ok(match (found, bank.not_found) {
+            (true, _) => Reconciliation::Done(order),
+            (false, NotFound::Unknown) => Reconciliation::Unknown { ask_again: Duration::from_secs(60) },
+            (false, _) => Reconciliation::NotDone,
+        })
+    }
+
+    /// Explores a refund. Also returns the numbers of steps that its reconcilers have reached.
+    fn explored(explorer: &Explorer, refuses_twice: bool, not_found: NotFound) -> (Report, Vec<u32>) {
+        let reached: Arc<Mutex<Vec<u32>>> = Arc::default();
+        let report = explorer.explore({
+            let reached = Arc::clone(&reached);
+            move |worker| {
+                let bank = Bank { worker, refuses_twice, not_found, reached: Arc::clone(&reached) };
+                async move { refund(&bank, 42).await }
+            }
+        });
+        let reached = std::mem::take(&mut *reached.lock().unwrap());
+        (report, reached)
+    }
+
+    #[test]
+    fn a_reconciler_that_takes_not_found_for_not_done_is_found() {
+        let (report, _) = explored(&Explorer::new(), false, NotFound::NotDone);
+        let twice = Problem::NotDoneTooEarly { effect: "refund".into(), times: 2, expected: 1 };
+        let found: Vec<_> = report.findings().iter().map(|it| (it.scenario(), it.problem())).collect();
+        for scenario in ["late@effect:1", "crash-late@effect:1", "late@effect:1/order:1", "stop@effect:1"] {
+            assert!(found.contains(&(scenario, &twice)), "{scenario}: {report}");
+        }
+        assert!(found.iter().all(|(_, problem)| **problem == twice), "{report}");
+        let text = report.to_string();
+        let sentence =
+            "`refund` happened twice, not once: the reconciler answered NotDone while a request was on its way";
+        assert!(text.contains(sentence), "{text}");
+        let (alone, _) = explored(&Explorer::new().only("crash-late@effect:1"), false, NotFound::NotDone);
+        assert_eq!(alone.findings().len(), 1);
+        assert!(alone.to_string().contains("refund:42 as attempt 2, and asks its reconciler"), "{alone}");
+    }
+
+    #[test]
+    fn a_reconciler_whose_bank_refuses_a_second_request_passes() {
+        explored(&Explorer::new(), true, NotFound::NotDone).0.assert_once();
+        explored(&Explorer::new().twice(), true, NotFound::NotDone).0.assert_once();
+    }
+
+    #[test]
+    fn a_reconciler_that_waits_for_the_expiry_of_earlier_requests_passes() {
+        explored(&Explorer::new(), false, NotFound::NotDoneAfterExpiry).0.assert_once();
+    }
+
+    #[test]
+    fn a_reconciler_that_does_not_know_leaves_the_doubt_to_an_operator() {
+        explored(&Explorer::new().at_most_once(), false, NotFound::Unknown).0.assert_once();
+        let (report, _) = explored(&Explorer::new(), false, NotFound::Unknown);
+        assert!(report.findings().iter().all(|it| is_missing(it.problem()) || *it.problem() == Problem::SetAside));
+        // A late request settles the doubt: the reconciler is asked again, and then the bank has found the refund.
+        assert!(!report.findings().iter().any(|it| it.scenario() == "answer-lost@effect:1"), "{report}");
+    }
+
+    #[test]
+    fn a_delivery_is_killed_at_each_await_of_its_reconciler() {
+        let (report, reached) = explored(&Explorer::new(), true, NotFound::NotDone);
+        report.assert_once();
+        let killed = [0, 1, 2].map(|step| reached.iter().filter(|it| **it == step).count());
+        // Each of these leaves a doubt: the crash, the two lost messages, and the two late requests, in two orders
+        // each. In each of the seven scenarios, the delivery is cancelled or killed at each of the reconciler's four
+        // awaits. The question has two of them.
+        assert_eq!(killed, [7 * 2, 7 * 2 * 2, 7 * 2], "{report}");
+        let alone = Explorer::new().only("late@effect:1/crash@await:4");
+        let (_, reached) = explored(&alone, true, NotFound::NotDone);
+        assert_eq!(reached.iter().filter(|step| **step == 1).count(), 1, "killed in its question: {reached:?}");
     }
 
     // ---- The scenarios ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ pub mod cluster;
 #[cfg(feature = "dynamodb")]
 pub mod dynamo;
 pub mod log;
+pub mod natural;
 pub mod polls;
 #[cfg(feature = "postgres")]
 pub mod postgres;
@@ -59,8 +60,28 @@ pub struct Guide;
 #[cfg(all(doctest, feature = "http", feature = "sqlite"))]
 #[doc = include_str!("../../docs/http.md")]
 pub struct HttpPage;
-/// Compiles and runs the code of the page about brokers, with stores in memory.
 
+/// Compiles and runs the code of the page about brokers, with stores in memory.
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/brokers.md")]
 pub struct Brokers;
+
+/// Compiles the code of the page about operation.
+#[cfg(all(doctest, feature = "http"))]
+#[doc = include_str!("../../docs/operations.md")]
+pub struct Operations;
+
+/// Compiles the code of the page for contributors.
+#[cfg(doctest)]
+#[doc = include_str!("../../CONTRIBUTING.md")]
+pub struct Contributing;
+
+/// Compiles and runs the code of the page about metrics.
+#[cfg(all(doctest, feature = "metrics"))]
+#[doc = include_str!("../../docs/metrics.md")]
+pub struct Metrics;
+
+/// Compiles the code of the page about natural idempotency.
+#[cfg(all(doctest, feature = "postgres"))]
+#[doc = include_str!("../../docs/natural.md")]
+pub struct Natural;

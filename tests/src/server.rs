@@ -20,6 +20,10 @@ use crate::proxy::{Line, Proxy};
 pub enum Kind {
     /// Redis 7.0 or newer: the program that `IDEM_TEST_REDIS` names, or `redis-server`.
     Redis,
+    /// Redis 7.0 to 8.3, built with TLS and without `SET … IFEQ`: the program that `IDEM_TEST_BASELINE_REDIS` names, or
+    /// that of [`Kind::Redis`]. Tests that compare servers with and without `IFEQ` use it, whichever Redis the suite
+    /// runs on.
+    BaselineRedis,
     /// Valkey 8 or newer: the program that `IDEM_TEST_VALKEY` names.
     Valkey,
     /// Redis before 7.0, which the store must refuse: the program that `IDEM_TEST_OLD_REDIS` names.
@@ -29,6 +33,10 @@ pub enum Kind {
 impl Kind {
     pub(crate) fn program(self) -> PathBuf {
         let (variable, default) = match self {
+            Self::BaselineRedis => match std::env::var_os("IDEM_TEST_BASELINE_REDIS") {
+                Some(program) => return program.into(),
+                None => return Self::Redis.program(),
+            },
             Self::Redis => ("IDEM_TEST_REDIS", Some("redis-server")),
             Self::Valkey => ("IDEM_TEST_VALKEY", None),
             Self::OldRedis => ("IDEM_TEST_OLD_REDIS", None),
@@ -180,6 +188,13 @@ impl RedisServer {
     /// Opens a connection of the `redis` crate to the server.
     pub async fn raw(&self) -> redis::aio::MultiplexedConnection {
         raw(&self.url()).await
+    }
+
+    /// Reports whether the server has `SET … IFEQ`: Valkey from 8.1 on, Redis from 8.4 on.
+    pub async fn has_ifeq(&self) -> bool {
+        let mut set = redis::cmd("SET");
+        set.arg("idem-test-ifeq").arg("new").arg("IFEQ").arg("old");
+        set.query_async::<redis::Value>(&mut self.raw().await).await.is_ok()
     }
 }
 
