@@ -60,7 +60,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let app = Router::new().route("/payments", post(pay)).layer(layer.clone()).layer(from_fn(authenticate));
 
     let stop = stop_signal()?;
-    let address = std::env::var("LISTEN").unwrap_or_else(|_| "127.0.0.1:8080".to_owned());
+    let address = std::env::var("LISTEN").unwrap_or_else(|_| "127.0.0.1:8081".to_owned());
     let listener = tokio::net::TcpListener::bind(address).await?;
     axum::serve(listener, app).with_graceful_shutdown(stop).await?;
     // Payments continue after their clients have hung up: wait for them.

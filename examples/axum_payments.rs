@@ -51,9 +51,9 @@ pay alice-1 order-1 '{"amount_cents":900}'                     # 422: another pa
 pay alice-1 order-2 '{"amount_cents":500,"takes_ms":3000}' &   # takes a while...
 sleep 1; pay alice-1 order-2 '{"amount_cents":500,"takes_ms":3000}'; wait  # 409, Retry-After: 1
 timeout 1 bash -c "$(declare -f pay); pay alice-1 order-3 '{\"amount_cents\":500,\"takes_ms\":3000}'"  # hangs up
-sleep 3; pay alice-1 order-3 '{"amount_cents":500,"takes_ms":3000}'  # charged all the same, and replayed
+sleep 3; pay alice-1 order-3 '{"amount_cents":500,"takes_ms":3000}'  # was charged, once: replayed
 pay nobody  order-4 '{"amount_cents":500}'                     # 403: nothing is stored
-curl -s localhost:8080/count                                   # {"charges":4}
+curl -s localhost:8080/count                                   # {"charges":4}, if nothing else was charged
 "#;
 
 /// The payment provider, which counts its charges.

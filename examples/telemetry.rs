@@ -45,6 +45,8 @@ async fn main() -> io::Result<()> {
     println!("http://{address}/metrics, {} metrics", metrics::TABLE.len());
     loop {
         let (mut client, _) = listener.accept().await?;
+        // The gauge of keys that wait for a decision shows the latest count. An outage leaves the earlier count.
+        let _ = shown.count_undecided().await;
         let text = shown.metrics().prometheus_text();
         tokio::spawn(async move {
             let mut request = [0; 4096];
