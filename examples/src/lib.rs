@@ -5,6 +5,8 @@
 #[cfg(feature = "rmcp")]
 pub mod agent;
 mod arguments;
+#[cfg(feature = "stripe")]
+pub mod bank;
 mod claims;
 #[cfg(feature = "fleet")]
 pub mod fleet;
@@ -13,12 +15,22 @@ mod generate;
 pub mod kafka;
 mod ledger;
 mod mishaps;
+#[cfg(feature = "nats")]
+pub mod nats;
 mod orders;
+#[cfg(feature = "fleet")]
+mod outages;
 mod payment;
 #[cfg(feature = "sqs")]
 mod plain_http;
 mod queue;
+#[cfg(feature = "rabbitmq")]
+pub mod rabbitmq;
+#[cfg(feature = "redis")]
+pub mod redis_streams;
 mod report;
+#[cfg(feature = "fleet")]
+pub mod servers;
 #[cfg(feature = "sqs")]
 pub mod sqs;
 
