@@ -7,31 +7,85 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::Duration;
 use std::{env, fmt};
 
-use idem_runtime::{Outcome, SqliteStore};
+use idem_runtime::brokers::Intake;
+use idem_runtime::policy::Backoff;
+use idem_runtime::{Outcome, Policy, SqliteStore};
 use serde::{Deserialize, Serialize};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::{Instant, sleep};
 
+use crate::outages;
+use crate::servers::Server;
+
 /// Error after which an example can't go on.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// Returns the reason why a delivery is not acknowledged: its error, or, if there is none, an error that says that the
-/// handler ignored the refusal of a call.
-pub fn reason<T>(result: Result<T, Failure>) -> Failure {
-    result.err().unwrap_or_else(|| "the handler returned a value, and a call in it was refused".into())
+/// Names and texts of a message's headers.
+pub type Headers = BTreeMap<String, String>;
+
+/// Broker of an example: its queues and, for a run with outages, its server.
+#[allow(async_fn_in_trait, reason = "no other crate implements it")]
+pub trait Broker {
+    /// Name of the example.
+    const NAME: &str;
+    /// Default of `--url`; `None` if the example starts a server instead.
+    const URL: Option<&str>;
+    /// True if the broker holds the records, too.
+    const IS_STORE: bool = false;
+    /// True if a message waits for the policy's pause before its next delivery.
+    const HAS_DELAYS: bool = true;
+
+    /// Starts a server for the run `name`, with its files in `folder`.
+    ///
+    /// # Errors
+    /// If the server does not start.
+    fn start(&self, name: &str, folder: &Path) -> Result<Box<dyn Server>, Failure>;
+
+    /// Creates the queues unless they exist, and publishes messages.
+    ///
+    /// # Errors
+    /// The server's error. Some messages may be published.
+    async fn publish(&self, run: &Run, messages: &[Vec<u8>]) -> Result<(), Failure>;
+
+    /// Returns the headers of the messages that were set aside.
+    ///
+    /// # Errors
+    /// The server's error.
+    async fn dead_letters(&self, run: &Run) -> Result<Vec<Headers>, Failure>;
+
+    /// Removes the queues.
+    ///
+    /// # Errors
+    /// The server's error.
+    async fn clean_up(&self, run: &Run) -> Result<(), Failure>;
+}
+
+/// Stops the intake of this process at SIGTERM.
+///
+/// # Errors
+/// If no signal handler can be installed.
+pub fn stop_at_sigterm(intake: &Intake) -> io::Result<()> {
+    let (mut terminate, intake) = (signal(SignalKind::terminate())?, intake.clone());
+    tokio::spawn(async move {
+        terminate.recv().await;
+        intake.stop();
+    });
+    Ok(())
 }
 
 /// Time after which each broker of these examples redelivers an unacknowledged message. The slow handler takes three
 /// times as long.
 pub const BROKER_TIMEOUT: Duration = Duration::from_secs(2);
 const SLOW: Duration = Duration::from_secs(6);
-/// Time limit of an example.
-const LIMIT: Duration = Duration::from_secs(60);
+/// Pause before the next try of an order whose next try comes late. The real pause is at least half of this time.
+const LATE: Duration = Duration::from_secs(30);
+/// Time limit of a step of an example.
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 const WORKERS: usize = 3;
 const PLAIN: u64 = 60;
 /// Messages that the workers must set aside.
@@ -41,7 +95,7 @@ const WORKER: &str = "IDEM_EXAMPLE_RUN";
 
 /// Fault that the example causes while an order is charged.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-enum Mishap {
+pub(crate) enum Mishap {
     None,
     /// The charge takes longer than the broker waits for an acknowledgement.
     Slow,
@@ -51,6 +105,10 @@ enum Mishap {
     Poison,
     /// The worker is killed after the charge, before the store records its result.
     WorkerDies,
+    /// The charge takes until [`Run::release`].
+    IsHeld,
+    /// The bank does not answer the first call about an order whose next try comes late.
+    FailsLate,
 }
 
 /// An order to charge, as it is published.
@@ -62,8 +120,8 @@ pub struct Event {
     pub cents: u64,
     /// Number of this message among several messages about the same order. A real producer that publishes a message
     /// again sends no such number.
-    copy: u32,
-    mishap: Mishap,
+    pub(crate) copy: u32,
+    pub(crate) mishap: Mishap,
 }
 
 /// The bank's answer.
@@ -90,7 +148,7 @@ impl Event {
         Self { order, cents: 100 + order, copy: 1, mishap: Mishap::None }
     }
 
-    fn tag(&self) -> String {
+    pub(crate) fn tag(&self) -> String {
         format!("{}/{}", self.order, self.copy)
     }
 }
@@ -102,7 +160,9 @@ pub struct Run {
     pub url: String,
     /// A unique name of the run, for example for its queues.
     pub name: String,
-    folder: PathBuf,
+    pub(crate) folder: PathBuf,
+    /// True for a run with outages.
+    pub(crate) has_outages: bool,
 }
 
 impl Run {
@@ -111,18 +171,25 @@ impl Run {
     /// # Errors
     /// If the file can't be opened.
     pub async fn store(&self) -> Result<SqliteStore, Failure> {
-        Ok(SqliteStore::open(self.folder.join("idem.db")).await?)
+        let options = SqliteStore::options().busy_timeout(Duration::from_millis(200));
+        Ok(options.response_timeout(Duration::from_secs(1)).open(self.file()).await?)
     }
 
-    /// Returns a future that is ready once the process gets SIGTERM.
-    ///
-    /// # Errors
-    /// If no signal handler can be installed.
-    pub fn shutdown(&self) -> io::Result<impl Future<Output = ()> + Send + Unpin + use<>> {
-        let mut terminate = signal(SignalKind::terminate())?;
-        Ok(Box::pin(async move {
-            terminate.recv().await;
-        }))
+    /// File of the store.
+    pub(crate) fn file(&self) -> PathBuf {
+        self.folder.join("idem.db")
+    }
+
+    /// Returns the policy for an order. In a run with outages this policy has no `max_attempts`, so that only the
+    /// delivery limit ends the deliveries of a message. Some orders wait long for their next try.
+    pub fn policy(&self, policy: Policy, event: &Event) -> Policy {
+        let policy = if self.has_outages { policy.max_attempts(u32::MAX) } else { policy };
+        if event.mishap == Mishap::FailsLate { policy.backoff(Backoff::new(LATE, LATE)) } else { policy }
+    }
+
+    /// Ends the charges that are held.
+    pub(crate) fn release(&self, event: &Event) -> io::Result<()> {
+        self.is_first(&format!("released {}", event.order)).map(drop)
     }
 
     /// Asks the bank to charge a customer. The bank recognises a payment by its key, and charges once for each key.
@@ -133,12 +200,20 @@ impl Run {
         self.note(&format!("body {} {}", event.order, event.tag()))?;
         match event.mishap {
             Mishap::Slow => sleep(SLOW).await,
+            Mishap::IsHeld => {
+                while !self.folder.join(format!("released {}", event.order)).exists() {
+                    sleep(Duration::from_millis(20)).await;
+                }
+            }
             Mishap::None | Mishap::WorkerDies => sleep(Duration::from_millis(20)).await,
             Mishap::Poison => return Err(io::Error::other("the bank refuses this customer, today and tomorrow")),
             Mishap::FailsTwice if self.is_first("failed once")? || self.is_first("failed twice")? => {
                 return Err(io::Error::other("the bank does not answer"));
             }
-            Mishap::FailsTwice => {}
+            Mishap::FailsLate if self.is_first(&format!("failed {}", event.order))? => {
+                return Err(io::Error::other("the bank does not answer"));
+            }
+            Mishap::FailsTwice | Mishap::FailsLate => {}
         }
         // To create the file is to make the charge. The file outlives a kill of this process.
         if !self.is_first(&format!("payment {} {payment}", event.order))? {
@@ -185,7 +260,7 @@ impl Run {
     /// # Errors
     /// If the books can't be written.
     pub fn loses_connection(&self, received: usize) -> io::Result<bool> {
-        Ok(received == 10 && self.is_first("connection lost")?)
+        Ok(received == 10 && !self.has_outages && self.is_first("connection lost")?)
     }
 
     /// Appends one line to the books, unbuffered: a killed process loses no line that it has written.
@@ -194,7 +269,7 @@ impl Run {
         books.write_all(format!("{line}\n").as_bytes())
     }
 
-    fn notes(&self) -> String {
+    pub(crate) fn notes(&self) -> String {
         fs::read_to_string(self.folder.join("books")).unwrap_or_default()
     }
 
@@ -207,8 +282,8 @@ impl Run {
         }
     }
 
-    fn spawn(&self) -> io::Result<Child> {
-        let run = format!("{}\n{}\n{}", self.url, self.name, self.folder.display());
+    pub(crate) fn spawn(&self) -> io::Result<Child> {
+        let run = format!("{}\n{}\n{}\n{}", self.url, self.name, self.folder.display(), self.has_outages);
         Command::new(env::current_exe()?).env(WORKER, run).stdin(Stdio::piped()).stdout(Stdio::null()).spawn()
     }
 }
@@ -216,15 +291,9 @@ impl Run {
 /// Runs an example. `work` runs a worker process until SIGTERM.
 ///
 /// The exit code is 0 if every order was charged exactly once, 1 if not, and 2 if the example could not run.
-pub fn main(
-    program: &str,
-    default_url: &str,
-    publish: &impl AsyncFn(&Run, &[Vec<u8>]) -> Result<(), Failure>,
-    work: &impl AsyncFn(Run) -> Result<(), Failure>,
-    clean_up: &impl AsyncFn(&Run) -> Result<(), Failure>,
-) -> ExitCode {
+pub fn main<B: Broker>(broker: &B, work: &impl AsyncFn(Run) -> Result<(), Failure>) -> ExitCode {
     let fail = |problem: &dyn fmt::Display| {
-        eprintln!("{program}: {problem}");
+        eprintln!("{}: {problem}", B::NAME);
         ExitCode::from(2)
     };
     let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
@@ -234,6 +303,8 @@ pub fn main(
     // A worker process runs this same program.
     if let Some(run) = env::var(WORKER).ok().as_deref().and_then(from_variable) {
         end_with_parent();
+        let level = tracing_subscriber::filter::LevelFilter::WARN;
+        tracing_subscriber::fmt().with_max_level(level).with_writer(io::stderr).with_ansi(false).init();
         return match runtime.block_on(work(run)) {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
@@ -242,48 +313,48 @@ pub fn main(
             }
         };
     }
-    let url = match arguments(program, default_url) {
-        Ok(Some(url)) => url,
+    let arguments = match arguments::<B>() {
+        Ok(Some(arguments)) => arguments,
         Ok(None) => return ExitCode::SUCCESS,
         Err(problem) => return fail(&problem),
     };
-    let name = run_name();
-    let run = Run { url, folder: env::temp_dir().join(&name), name };
-    // The audit reads the books even if a step of the run failed, but the error of that step is reported first.
-    let audited = runtime.block_on(async {
-        fs::create_dir_all(&run.folder)?;
-        let mut fleet = Fleet { run: &run, workers: Vec::new(), killed: BTreeSet::new(), died: 0, stopped: 0 };
-        let worked = fleet.work(publish).await;
-        for worker in &mut fleet.workers {
-            worker.kill()?;
-            worker.wait()?;
+    let name = format!("idem-example-{}", std::process::id());
+    let folder = env::temp_dir().join(&name);
+    let worked = runtime.block_on(async {
+        fs::create_dir_all(&folder)?;
+        let mut server = match &arguments.url {
+            Some(_) => None,
+            None => Some(broker.start(&name, &folder.join("server"))?),
+        };
+        let url = arguments.url.unwrap_or_else(|| server.as_ref().map_or_else(String::new, |server| server.url()));
+        let run = Run { url, name, folder: folder.clone(), has_outages: arguments.has_outages };
+        match &mut server {
+            Some(server) if run.has_outages => outages::run(broker, &run, &mut **server).await,
+            _ => run_kills(broker, &run).await,
         }
-        let (died, stopped) = (fleet.died, fleet.stopped);
-        let cleaned_up = clean_up(&run).await;
-        let audit = Audit::of(&run, died, stopped);
-        worked?;
-        cleaned_up?;
-        Ok::<_, Failure>(audit)
     });
-    let _ = fs::remove_dir_all(&run.folder);
-    match audited {
-        Ok(audit) => {
-            crate::show(&audit.to_string());
-            if audit.is_correct() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    let _ = fs::remove_dir_all(&folder);
+    match worked {
+        Ok((text, is_correct)) => {
+            crate::show(&text);
+            if is_correct { ExitCode::SUCCESS } else { ExitCode::FAILURE }
         }
         Err(error) => fail(&crate::explain(&*error)),
     }
 }
 
-/// Returns the name of the run that this process begins.
-pub fn run_name() -> String {
-    format!("idem-example-{}", std::process::id())
-}
-
-/// Returns whether the example needs a server of its own: this process is no worker, and its command line names no
-/// server.
-pub fn needs_server() -> bool {
-    env::var_os(WORKER).is_none() && env::args_os().len() == 1
+/// Kills and stops workers while they handle messages. Returns the audit as text, and whether the books are correct.
+async fn run_kills(broker: &impl Broker, run: &Run) -> Result<(String, bool), Failure> {
+    let mut fleet = Fleet::of(run);
+    // The audit reads the books even if a step of the run failed, but the error of that step is reported first.
+    let worked = fleet.work(broker).await;
+    fleet.end()?;
+    let (died, stopped) = (fleet.died, fleet.stopped);
+    let cleaned_up = broker.clean_up(run).await;
+    let audit = Audit::of(run, died, stopped);
+    worked?;
+    cleaned_up?;
+    Ok((audit.to_string(), audit.is_correct()))
 }
 
 /// Ends this process when the process that started it is gone, even after a kill.
@@ -296,22 +367,36 @@ fn end_with_parent() {
 
 fn from_variable(variable: &str) -> Option<Run> {
     let mut lines = variable.lines().map(str::to_owned);
-    Some(Run { url: lines.next()?, name: lines.next()?, folder: lines.next()?.into() })
+    let (url, name, folder) = (lines.next()?, lines.next()?, lines.next()?.into());
+    Some(Run { url, name, folder, has_outages: lines.next()? == "true" })
 }
 
-/// Returns the URL of the server; `None` after `--help`.
-fn arguments(program: &str, default_url: &str) -> Result<Option<String>, String> {
+/// The command line of an example.
+struct Arguments {
+    /// URL of the server; `None` if the example starts a server.
+    url: Option<String>,
+    has_outages: bool,
+}
+
+/// Returns the arguments; `None` after `--help`.
+fn arguments<B: Broker>() -> Result<Option<Arguments>, String> {
     let mut arguments = env::args().skip(1);
     let usage = format!(
-        "Usage: {program} [--url URL]\n\n\
+        "Usage: {} [--url URL | --outages]\n\n\
          Publishes orders, some of them twice, charges each exactly once with {WORKERS} worker processes that are killed and \
          stopped,\nand audits the books of the bank.\n\n\
-         \x20 --url URL   the server (default: {default_url})\n\n\
-         Exit status: 0 every order was charged exactly once, 1 one was not, 2 the example could not run.\n"
+         \x20 --url URL   the server (default: {})\n\
+         \x20 --outages   start a server, kill it and start it again while workers run, and lock their store;\n\
+         \x20             IDEM_EXAMPLE_OUTAGE sets the seconds of each outage (default: {})\n\n\
+         Exit status: 0 every order was charged exactly once, 1 one was not, 2 the example could not run.\n",
+        B::NAME,
+        B::URL.unwrap_or("one of its own"),
+        outages::SECONDS,
     );
     match (arguments.next().as_deref(), arguments.next(), arguments.next()) {
-        (None, ..) => Ok(Some(default_url.to_owned())),
-        (Some("--url"), Some(url), None) => Ok(Some(url)),
+        (None, ..) => Ok(Some(Arguments { url: B::URL.map(str::to_owned), has_outages: false })),
+        (Some("--url"), Some(url), None) => Ok(Some(Arguments { url: Some(url), has_outages: false })),
+        (Some("--outages"), None, None) => Ok(Some(Arguments { url: None, has_outages: true })),
         (Some("--help" | "-h"), None, None) => {
             crate::show(&usage);
             Ok(None)
@@ -340,24 +425,37 @@ fn slow_messages() -> Vec<Event> {
     (1..=2).map(|copy| Event { order: 2_001, cents: 2_101, copy, mishap: Mishap::Slow }).collect()
 }
 
-fn payload(event: &Event) -> Vec<u8> {
+pub(crate) fn payload(event: &Event) -> Vec<u8> {
     serde_json::to_vec(event).expect("an event serializes")
 }
 
 /// The worker processes.
-struct Fleet<'a> {
+pub(crate) struct Fleet<'a> {
     run: &'a Run,
-    workers: Vec<Child>,
+    pub(crate) workers: Vec<Child>,
     /// Ids of the worker processes that were killed.
     killed: BTreeSet<u32>,
     died: u32,
     stopped: u32,
 }
 
-impl Fleet<'_> {
-    async fn work(&mut self, publish: &impl AsyncFn(&Run, &[Vec<u8>]) -> Result<(), Failure>) -> Result<(), Failure> {
+impl<'a> Fleet<'a> {
+    pub(crate) fn of(run: &'a Run) -> Self {
+        Self { run, workers: Vec::new(), killed: BTreeSet::new(), died: 0, stopped: 0 }
+    }
+
+    /// Kills the workers that are left.
+    pub(crate) fn end(&mut self) -> io::Result<()> {
+        for worker in &mut self.workers {
+            worker.kill()?;
+            worker.wait()?;
+        }
+        Ok(())
+    }
+
+    async fn work(&mut self, broker: &impl Broker) -> Result<(), Failure> {
         let (events, payloads) = first_messages();
-        publish(self.run, &payloads).await?;
+        broker.publish(self.run, &payloads).await?;
         for _ in 0..WORKERS {
             self.workers.push(self.run.spawn()?);
         }
@@ -370,7 +468,7 @@ impl Fleet<'_> {
         // No worker is killed from here on, so each slow message must be delivered only once, although its handler
         // takes longer than the broker waits.
         let slow: Vec<_> = slow_messages().iter().map(payload).collect();
-        publish(self.run, &slow).await?;
+        broker.publish(self.run, &slow).await?;
         self.until(payloads.len() + slow.len()).await?;
         for worker in std::mem::take(&mut self.workers) {
             self.stop(worker).await?;
@@ -396,11 +494,7 @@ impl Fleet<'_> {
                     self.workers.push(self.run.spawn()?);
                 }
             }
-            for worker in &mut self.workers {
-                if let Some(status) = worker.try_wait()? {
-                    return Err(format!("a worker has ended by itself: {status}").into());
-                }
-            }
+            self.check_workers()?;
             let done: BTreeSet<_> = notes.lines().filter_map(settled_tag).collect();
             if done.len() >= settled {
                 return Ok(());
@@ -417,8 +511,18 @@ impl Fleet<'_> {
         }
     }
 
+    /// Returns an error if a worker has ended.
+    pub(crate) fn check_workers(&mut self) -> Result<(), Failure> {
+        for worker in &mut self.workers {
+            if let Some(status) = worker.try_wait()? {
+                return Err(format!("a worker has ended by itself: {status}").into());
+            }
+        }
+        Ok(())
+    }
+
     /// Sends SIGTERM to a worker, and waits for its end.
-    async fn stop(&mut self, mut worker: Child) -> Result<(), Failure> {
+    pub(crate) async fn stop(&mut self, mut worker: Child) -> Result<(), Failure> {
         let told = Command::new("kill").args(["-TERM", &worker.id().to_string()]).status();
         let began = Instant::now();
         let status = loop {
