@@ -19,17 +19,19 @@
 //! - *Poison*: the worker copies the message to another topic, with the reasons as headers.
 #![allow(clippy::disallowed_methods, reason = "a message of the retry topic waits for its time")]
 
+use std::collections::VecDeque;
 use std::process::ExitCode;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use idem_examples::fleet::{self, BROKER_TIMEOUT, Event, Failure, Receipt, Run};
-use idem_examples::kafka::{Mock, config, make_topics, mock, remove_topics};
-use idem_runtime::brokers::{OffsetTracker, Redelivery, StartedMessage};
+use idem_examples::fleet::{self, Event, Failure, Receipt, Run};
+use idem_examples::kafka::{Broker, config};
+use idem_runtime::brokers::{DeadLetter, HandlerSlot, Intake, OffsetTracker, Redelivery, StartedMessage};
 use idem_runtime::policy::Backoff;
-use idem_runtime::{Disposition, Policy, SqliteStore, StoreExt as _, current, idempotent, observe};
+use idem_runtime::{Disposition, Policy, SqliteStore, current, idempotent, observe};
 use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer as _, ConsumerContext, Rebalance, StreamConsumer};
+use rdkafka::error::RDKafkaErrorCode;
 use rdkafka::message::{Header, Headers as _, Message as _, OwnedHeaders, OwnedMessage};
 use rdkafka::producer::{FutureProducer, FutureRecord};
 use rdkafka::{ClientContext, Offset, TopicPartitionList};
@@ -39,8 +41,15 @@ use tokio::time::{sleep, timeout};
 
 const DAY: Duration = Duration::from_secs(86_400);
 const HANDLERS: usize = 8;
-/// Headers of the retry topic: the number of the delivery, and its due time in milliseconds since 1970.
-const DELIVERY: &str = "delivery";
+/// Time without a heartbeat after which the group removes a member: longer than the 3 s for which a new group waits for
+/// its members (`group.initial.rebalance.delay.ms`). 45 s is the usual value.
+const SESSION: Duration = Duration::from_secs(4);
+/// Largest number of messages in memory, with those that wait for their time.
+const MESSAGES: usize = 1_000;
+/// Number of deliveries after which a message is set aside.
+const DELIVERY_LIMIT: u32 = 8;
+/// Headers of the retry topic: the number of deliveries so far, and the due time in milliseconds since 1970.
+const DELIVERIES: &str = "deliveries";
 const NOT_BEFORE: &str = "not-before";
 const PAYMENTS: Policy = Policy::new(DAY.saturating_mul(14))
     .lease(Duration::from_secs(2))
@@ -48,80 +57,152 @@ const PAYMENTS: Policy = Policy::new(DAY.saturating_mul(14))
     .backoff(Backoff::new(Duration::from_millis(100), Duration::from_secs(2)));
 
 /// The handler: it runs once for each order, and every duplicate gets the receipt of that run.
-#[idempotent(key = "order:{event.order}", policy = PAYMENTS, store = app.store, fingerprint = (event.order, event.cents))]
+#[idempotent(key = "order:{event.order}", policy = app.run.policy(PAYMENTS, event), store = app.store, fingerprint = (event.order, event.cents))]
 async fn charge(app: &App, event: &Event) -> Result<Receipt, Failure> {
     // The worker can die between the charge and its record, so every attempt gives the bank the same key.
     let payment = current()?.child_key("charge");
     Ok(app.run.charge(event, payment).await?)
 }
 
-/// Handles one delivery, until its offset is settled.
-async fn deliver(app: App, message: OwnedMessage) -> Result<(), Failure> {
-    let payload = message.payload().unwrap_or_default();
-    sleep(Duration::from_millis(header(&message, NOT_BEFORE).unwrap_or(0).saturating_sub(now()))).await;
-    let event = match Event::read(payload) {
+/// Handles one delivery. Returns the copy, if any, that must be written to another topic before the message is settled.
+async fn deliver(app: &App, message: &OwnedMessage) -> Result<Option<Copy>, Failure> {
+    let delivery = 1 + header(message, DELIVERIES).map_or(0, |count| u32::try_from(count).unwrap_or(u32::MAX - 1));
+    let event = match Event::read(message.payload().unwrap_or_default()) {
         Ok(event) => event,
         Err(error) => {
-            let (topic, partition, offset) = (message.topic(), message.partition(), message.offset());
-            eprintln!("{topic}/{partition}/{offset} can't be read, and is set aside: {error}");
             app.run.delivered(None)?;
-            app.run.set_aside(None)?;
-            return app.send("dead", payload, OwnedHeaders::new()).await;
+            return app.set_aside(message, None, &app.intake.unreadable(&error));
         }
     };
     app.run.delivered(Some(&event))?;
-    let delivery = header(&message, DELIVERY).map_or(1, |delivery| u32::try_from(delivery).unwrap_or(u32::MAX));
-    let (result, outcome) = observe(charge(&app, &event)).delivery(delivery).catch_panics().await;
+    if let Some(letter) = app.intake.beyond_limit(delivery, DELIVERY_LIMIT) {
+        return app.set_aside(message, Some(&event), &letter);
+    }
+    let call = observe(charge(app, &event)).delivery(delivery).delivery_limit(DELIVERY_LIMIT);
+    let (result, outcome) = call.catch_panics().await;
     match outcome.disposition() {
-        Disposition::Ack => Ok(app.run.acknowledged(&event, &outcome)?),
-        Disposition::Retry { after } => {
-            let not_before = now() + u64::try_from(after.as_millis())?;
-            let headers = with_header(OwnedHeaders::new(), DELIVERY, u64::from(delivery) + 1);
-            app.send("retry", payload, with_header(headers, NOT_BEFORE, not_before)).await
+        Disposition::Ack => {
+            app.run.acknowledged(&event, &outcome)?;
+            Ok(None)
         }
-        Disposition::DeadLetter => {
-            eprintln!("{}/{} is set aside: {}", message.partition(), message.offset(), fleet::reason(result));
-            app.run.set_aside(Some(&event))?;
-            app.send("dead", payload, OwnedHeaders::new()).await
+        Disposition::Retry { after } => {
+            // An outage of the store says nothing about the message, so this delivery is not counted.
+            let deliveries = if outcome.store_failed() { delivery - 1 } else { delivery };
+            let not_before = now() + u64::try_from(after.as_millis())?;
+            let headers = with_header(OwnedHeaders::new(), DELIVERIES, &deliveries.to_string());
+            Ok(Some(Copy { topic: "retry", headers: with_header(headers, NOT_BEFORE, &not_before.to_string()) }))
+        }
+        Disposition::DeadLetter => app.set_aside(message, Some(&event), &app.intake.dead_letter(&result, &outcome)),
+    }
+}
+
+/// A copy of a message for another topic.
+struct Copy {
+    topic: &'static str,
+    headers: OwnedHeaders,
+}
+
+/// Waits for a message's time and for a slot. A message that waits occupies no handler. Returns whether the offset of
+/// the message may be committed.
+async fn wait_and_handle(app: App, message: OwnedMessage, wait: Duration) -> bool {
+    tokio::select! {
+        () = sleep(wait) => {}
+        () = app.intake.stopped() => return false,
+    }
+    match app.intake.slot().await {
+        Some(slot) => handle(app, message, slot).await,
+        None => false,
+    }
+}
+
+/// Handles one message. Returns whether its offset may be committed.
+async fn handle(app: App, message: OwnedMessage, _slot: HandlerSlot) -> bool {
+    let copy = match deliver(&app, &message).await {
+        Ok(copy) => copy,
+        Err(error) => {
+            eprintln!("offset {} could not be handled: {error}", message.offset());
+            return false;
+        }
+    };
+    // The offset is settled only after the copy is written, however long that takes.
+    while let Some(copy) = &copy
+        && let Err(error) = app.send(copy, &message).await
+    {
+        if !app.intake.broker_failed(&error).await {
+            return false;
         }
     }
+    true
 }
 
 /// Runs a worker process.
 async fn work(run: Run) -> Result<(), Failure> {
-    let mut shutdown = run.shutdown()?;
     PAYMENTS.check_redelivery(&Redelivery::kafka(DAY * 7, DAY * 7))?;
-    let consumer = consumer(&run)?;
-    let app = App { store: run.store().await?, producer: config(&run.url).create()?, run };
-    let offsets = consumer.context();
-    let mut handlers = JoinSet::new();
+    let store = run.store().await?;
+    let intake = Intake::new(&store, HANDLERS);
+    fleet::stop_at_sigterm(&intake)?;
+    let producer = config(&run.url).set("message.timeout.ms", "5000").create()?;
+    let app = App { run, store, producer, intake };
+    // librdkafka connects again whenever a connection is lost. Only a fatal error needs another consumer.
+    while let Err(error) = consume(&app).await
+        && app.intake.broker_failed(&error).await
+    {}
+    app.intake.drain().await;
+    Ok(())
+}
+
+/// Consumes until the consumer fails for good or the worker is stopped.
+async fn consume(app: &App) -> Result<(), Failure> {
+    let consumer = consumer(&app.run)?;
+    let (mut handlers, mut ended) = (JoinSet::new(), Ok(()));
+    // Messages that have no slot yet. A pause drops the messages that the client has fetched ahead, so a pause, once
+    // begun, lasts until this queue is empty.
+    let mut waiting = VecDeque::new();
     loop {
-        // Polling goes on while partitions are paused.
-        let is_full = handlers.len() >= HANDLERS;
-        if is_full != offsets.is_paused.swap(is_full, Ordering::Relaxed) {
-            let partitions = consumer.assignment()?;
-            match is_full {
-                true => consumer.pause(&partitions)?,
-                false => consumer.resume(&partitions)?,
-            }
+        while !waiting.is_empty()
+            && let Some(slot) = app.intake.try_slot()
+            && let Some((message, partition, started)) = waiting.pop_front()
+        {
+            let handled = handle(app.clone(), message, slot);
+            handlers.spawn(async move { (partition, started, handled.await) });
         }
+        let is_full = handlers.len() >= MESSAGES || waiting.len() >= HANDLERS;
+        if is_full || waiting.is_empty() {
+            pause(&consumer, is_full)?;
+        }
+        // Polling goes on while partitions are paused.
         tokio::select! {
-            message = consumer.recv() => {
-                let message = message?.detach();
-                let partition = (message.topic().to_owned(), message.partition());
-                let Some(started) = lock(&offsets.tracker).started(&partition, message.offset()) else { continue };
-                let app = app.clone();
-                handlers.spawn(async move { (partition, started, deliver(app, message).await) });
-            }
-            Some(ended) = handlers.join_next() => settle(&consumer, ended?)?,
-            () = &mut shutdown => break,
+            message = consumer.recv() => match message {
+                Ok(message) => {
+                    let message = message.detach();
+                    let partition = (message.topic().to_owned(), message.partition());
+                    let started = lock(&consumer.context().tracker).started(&partition, message.offset());
+                    let Some(started) = started else { continue };
+                    match header(&message, NOT_BEFORE).map(|due| due.saturating_sub(now())) {
+                        None | Some(0) => waiting.push_back((message, partition, started)),
+                        Some(millis) => {
+                            let handled = wait_and_handle(app.clone(), message, Duration::from_millis(millis));
+                            handlers.spawn(async move { (partition, started, handled.await) });
+                        }
+                    }
+                }
+                Err(error) if error.rdkafka_error_code() == Some(RDKafkaErrorCode::Fatal) => {
+                    ended = Err(error.into());
+                    break;
+                }
+                Err(error) => eprintln!("worker {}: {error}", std::process::id()),
+            },
+            Some(ended) = handlers.join_next() => settle(&consumer, ended?),
+            // This branch only wakes the loop, which takes the slot above.
+            Some(_slot) = app.intake.slot(), if !waiting.is_empty() => {}
+            () = app.intake.stopped() => break,
         }
     }
     // Running handlers finish, and their offsets are committed. Rebalances continue meanwhile; this worker leaves
     // messages that arrive now to other workers.
     while !handlers.is_empty() {
         tokio::select! {
-            Some(ended) = handlers.join_next() => settle(&consumer, ended?)?,
+            Some(ended) = handlers.join_next() => settle(&consumer, ended?),
             _ = consumer.recv() => {}
         }
     }
@@ -133,25 +214,37 @@ async fn work(run: Run) -> Result<(), Failure> {
         drop(consumer);
         closed.send(())
     });
-    let _ = timeout(BROKER_TIMEOUT, is_closed).await;
-    app.store.flush().await;
+    let _ = timeout(SESSION, is_closed).await;
+    ended
+}
+
+/// Pauses or resumes the partitions of the consumer.
+fn pause(consumer: &Consumer, pauses: bool) -> Result<(), Failure> {
+    if pauses != consumer.context().is_paused.swap(pauses, Ordering::Relaxed) {
+        let partitions = consumer.assignment()?;
+        match pauses {
+            true => consumer.pause(&partitions)?,
+            false => consumer.resume(&partitions)?,
+        }
+    }
     Ok(())
 }
 
 type Partition = (String, i32);
 
-/// Stores the offset that may be committed now. If a message could not be settled, the offset does not move.
-fn settle(consumer: &Consumer, ended: (Partition, StartedMessage, Result<(), Failure>)) -> Result<(), Failure> {
-    let (partition, started, delivered) = ended;
-    delivered?;
+/// Stores the offset that may be committed now. If a message could not be settled, the offset does not move: the
+/// message is delivered again after a restart or a rebalance.
+fn settle(consumer: &Consumer, (partition, started, is_settled): (Partition, StartedMessage, bool)) {
     // The tracker is locked until the offset is stored, so that no rebalance happens in between.
     let mut offsets = lock(&consumer.context().tracker);
-    if let Some(next) = offsets.settled(started) {
+    if is_settled && let Some(next) = offsets.settled(started) {
         let mut stored = TopicPartitionList::new();
-        stored.add_partition_offset(&partition.0, partition.1, Offset::Offset(next))?;
-        consumer.store_offsets(&stored)?;
+        let added = stored.add_partition_offset(&partition.0, partition.1, Offset::Offset(next));
+        // If the partition is lost, its next owner commits the offset.
+        if let Err(error) = added.and_then(|()| consumer.store_offsets(&stored)) {
+            eprintln!("the offset {next} was not stored: {error}");
+        }
     }
-    Ok(())
 }
 
 type Consumer = StreamConsumer<Offsets>;
@@ -178,13 +271,14 @@ impl ConsumerContext for Offsets {
                 // Revoked partitions are resumed here, because they would otherwise still be paused at their
                 // next assignment.
                 let _ = consumer.resume(partitions);
-                self.is_paused.store(false, Ordering::Relaxed);
                 for partition in partitions.elements() {
                     lock(&self.tracker).revoked(&name(partition.topic(), partition.partition()));
                 }
             }
             Rebalance::Error(_) => {}
         }
+        // New partitions are not paused yet.
+        self.is_paused.store(false, Ordering::Relaxed);
     }
 }
 
@@ -197,20 +291,37 @@ struct App {
     run: Run,
     store: SqliteStore,
     producer: FutureProducer,
+    intake: Intake,
 }
 
 impl App {
-    async fn send(&self, topic: &str, payload: &[u8], headers: OwnedHeaders) -> Result<(), Failure> {
-        let topic = format!("{}-{topic}", self.run.name);
-        let record = FutureRecord::<(), _>::to(&topic).payload(payload).headers(headers);
+    /// Returns the copy for the topic of messages that are set aside.
+    fn set_aside(
+        &self,
+        message: &OwnedMessage,
+        event: Option<&Event>,
+        letter: &DeadLetter,
+    ) -> Result<Option<Copy>, Failure> {
+        eprintln!("{}/{} is set aside: {letter}", message.partition(), message.offset());
+        self.run.set_aside(event)?;
+        let add = |headers, (name, text)| with_header(headers, name, text);
+        Ok(Some(Copy { topic: "dead", headers: letter.headers().fold(OwnedHeaders::new(), add) }))
+    }
+
+    async fn send(&self, copy: &Copy, message: &OwnedMessage) -> Result<(), Failure> {
+        let topic = format!("{}-{}", self.run.name, copy.topic);
+        let payload = message.payload().unwrap_or_default();
+        let record = FutureRecord::<(), _>::to(&topic).payload(payload).headers(copy.headers.clone());
         self.producer.send(record, Duration::from_secs(5)).await.map_err(|(error, _)| error)?;
         Ok(())
     }
 }
 
 fn consumer(run: &Run) -> Result<Consumer, Failure> {
-    let timeout = BROKER_TIMEOUT.as_millis().to_string();
+    let timeout = SESSION.as_millis().to_string();
     let mut config = config(&run.url);
+    // A partition that is resumed waits for the end of the fetch that is under way.
+    config.set("fetch.wait.max.ms", "100");
     config.set("group.id", &run.name).set("auto.offset.reset", "earliest");
     config.set("enable.auto.offset.store", "false").set("auto.commit.interval.ms", "200");
     config
@@ -232,26 +343,10 @@ fn header(message: &OwnedMessage, name: &str) -> Option<u64> {
     std::str::from_utf8(header.value?).ok()?.parse().ok()
 }
 
-fn with_header(headers: OwnedHeaders, key: &str, value: u64) -> OwnedHeaders {
-    headers.insert(Header { key, value: Some(&value.to_string()) })
-}
-
-async fn publish(run: &Run, messages: &[Vec<u8>]) -> Result<(), Failure> {
-    make_topics(&run.url, &run.name).await?;
-    let (producer, topic): (FutureProducer, _) = (config(&run.url).create()?, format!("{}-orders", run.name));
-    for message in messages {
-        let record = FutureRecord::<(), _>::to(&topic).payload(message);
-        producer.send(record, Duration::from_secs(5)).await.map_err(|(error, _)| error)?;
-    }
-    Ok(())
-}
-
-async fn clean_up(run: &Run) -> Result<(), Failure> {
-    remove_topics(&run.url, &run.name).await
+fn with_header(headers: OwnedHeaders, key: &str, value: &str) -> OwnedHeaders {
+    headers.insert(Header { key, value: Some(value) })
 }
 
 fn main() -> ExitCode {
-    let mock = mock().expect("librdkafka has a mock");
-    let url = mock.as_ref().map_or_else(|| "localhost:9092".to_owned(), Mock::bootstrap_servers);
-    fleet::main("kafka", &url, &publish, &work, &clean_up)
+    fleet::main(&Broker::default(), &work)
 }

@@ -16,31 +16,31 @@
 //!   ACKED`.
 
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::Duration;
 
 use idem_examples::fleet::{self, BROKER_TIMEOUT, Event, Failure, Receipt, Run};
+use idem_examples::redis_streams::{GROUP, connect, dead_letters, stream};
+use idem_runtime::brokers::{DeadLetter, HandlerSlot, Intake};
 use idem_runtime::policy::Backoff;
-use idem_runtime::{Disposition, Policy, RedisStore, StoreExt as _, current, idempotent, observe};
-use redis::aio::MultiplexedConnection;
+use idem_runtime::{Disposition, Policy, RedisStore, current, idempotent, observe};
+use redis::aio::ConnectionManager;
 use redis::streams::{
     StreamAutoClaimOptions, StreamAutoClaimReply, StreamId, StreamPendingCountReply, StreamReadOptions,
 };
-use redis::{AsyncConnectionConfig, AsyncTypedCommands as _, RedisResult};
-use tokio::sync::Semaphore;
-use tokio::task::JoinSet;
+use redis::{AsyncTypedCommands as _, RedisResult};
 
-const GROUP: &str = "payments";
 const HANDLERS: usize = 8;
-/// Number of deliveries after which the example sets a message aside: Redis itself has no limit.
-const DELIVERY_LIMIT: u32 = 20;
+/// Number of deliveries after which a message is set aside.
+const DELIVERY_LIMIT: u32 = 8;
+/// Number of calls of `XAUTOCLAIM` in a row that may find no message. Each call examines ten pending messages.
+const LOOKS: usize = 100;
 const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400))
     .lease(Duration::from_secs(2))
     .max_attempts(4)
     .backoff(Backoff::new(Duration::from_millis(100), Duration::from_secs(2)));
 
 /// The handler: it runs once for each order, and every duplicate gets the receipt of that run.
-#[idempotent(key = "order:{event.order}", policy = PAYMENTS, store = app.store, fingerprint = (event.order, event.cents))]
+#[idempotent(key = "order:{event.order}", policy = app.run.policy(PAYMENTS, event), store = app.store, fingerprint = (event.order, event.cents))]
 async fn charge(app: &App, event: &Event) -> Result<Receipt, Failure> {
     // The worker can die between the charge and its record, so every attempt gives the bank the same key.
     let payment = current()?.child_key("charge");
@@ -48,102 +48,128 @@ async fn charge(app: &App, event: &Event) -> Result<Receipt, Failure> {
 }
 
 /// Handles one delivery.
-async fn deliver(app: App, message: StreamId) -> Result<(), Failure> {
+async fn deliver(app: &App, message: &StreamId) -> Result<(), Failure> {
     let payload: Vec<u8> = message.get("event").unwrap_or_default();
     let event = match Event::read(&payload) {
         Ok(event) => event,
         Err(error) => {
-            eprintln!("entry {} can't be read, and is set aside: {error}", message.id);
             app.run.delivered(None)?;
-            app.run.set_aside(None)?;
-            return app.set_aside(&message).await;
+            return app.set_aside(message, None, app.intake.unreadable(&error)).await;
         }
     };
     app.run.delivered(Some(&event))?;
+    let delivery = app.deliveries(&message.id).await?;
+    if let Some(letter) = app.intake.beyond_limit(delivery, DELIVERY_LIMIT) {
+        return app.set_aside(message, Some(&event), letter).await;
+    }
     let (extend, id) = (app.clone(), message.id.clone());
-    let (result, outcome) = observe(charge(&app, &event))
-        .delivery(app.deliveries(&message.id).await?)
+    let (result, outcome) = observe(charge(app, &event))
+        .delivery(delivery)
         .delivery_limit(DELIVERY_LIMIT)
         .on_beat(BROKER_TIMEOUT / 3, move |_| {
             let (extend, id) = (extend.clone(), id.clone());
-            async move { extend.extend(&id).await }
+            async move { extend.claim(&id, None).await }
         })
         .catch_panics()
         .await;
     match outcome.disposition() {
         Disposition::Ack => {
             app.run.acknowledged(&event, &outcome)?;
+            // If this acknowledgement fails, the next delivery gets the recorded result.
             app.ack(&message.id).await?;
         }
-            // If this acknowledgement fails, the next delivery gets the recorded result.
+        // An outage of the store says nothing about the message, so this delivery is not counted.
+        Disposition::Retry { .. } if outcome.store_failed() => app.claim(&message.id, Some(delivery - 1)).await?,
         Disposition::Retry { .. } => {}
         Disposition::DeadLetter => {
-            eprintln!("entry {} is set aside: {}", message.id, fleet::reason(result));
-            app.run.set_aside(Some(&event))?;
-            app.set_aside(&message).await?;
+            app.set_aside(message, Some(&event), app.intake.dead_letter(&result, &outcome)).await?;
         }
     }
     Ok(())
 }
 
+async fn handle(app: App, message: StreamId, slot: HandlerSlot) {
+    if let Err(error) = deliver(&app, &message).await {
+        eprintln!("entry {} could not be settled, and is claimed again: {error}", message.id);
+    }
+    drop(slot);
+}
+
 /// Runs a worker process.
 async fn work(run: Run) -> Result<(), Failure> {
-    let mut shutdown = run.shutdown()?;
     let store = RedisStore::options().namespace(format!("{}:idem:", run.name)).connect(&run.url).await?;
+    let intake = Intake::new(&store, HANDLERS);
+    fleet::stop_at_sigterm(&intake)?;
     let consumer = format!("worker-{}", std::process::id());
-    let app = App { redis: connect(&run.url).await?, store, consumer, run };
-    // A blocking read needs its own connection.
-    let mut reader = connect(&app.run.url).await?;
-    let (mut handlers, slots) = (JoinSet::new(), Arc::new(Semaphore::new(HANDLERS)));
-    loop {
-        // A message is read only when it can run, because nothing extends a message that waits for a slot.
-        let slot = tokio::select! {
-            slot = Arc::clone(&slots).acquire_owned() => slot?,
-            () = &mut shutdown => break,
-        };
+    // A blocking read needs its own connection. Both connections are made again whenever they are lost.
+    let mut source = Source { redis: connect(&run.url)?, cursor: START.to_owned(), claims: false };
+    let app = App { redis: connect(&run.url)?, store, consumer, intake, run };
+    // A message is read only when it can run, because nothing extends a message that waits for a slot.
+    while let Some(slot) = app.intake.slot().await {
         // The read is never cancelled: a message of a cancelled read would be idle until another consumer claims it.
-        if let Some(message) = app.receive(&mut reader).await? {
-            let app = app.clone();
-            handlers.spawn(async move {
-                let _slot = slot;
-                deliver(app, message).await
-            });
-        }
-        while let Some(ended) = handlers.try_join_next() {
-            ended??;
+        match source.next(&app).await {
+            Ok(Some(message)) => drop(tokio::spawn(handle(app.clone(), message, slot))),
+            Ok(None) => {}
+            Err(error) => _ = app.intake.broker_failed(&error).await,
         }
     }
-    // Running handlers finish.
-    while let Some(ended) = handlers.join_next().await {
-        ended??;
-    }
-    app.store.flush().await;
+    app.intake.drain().await;
     Ok(())
+}
+
+/// Cursor of `XAUTOCLAIM` at the oldest pending message.
+const START: &str = "0-0";
+
+/// The messages of the stream, as a consumer of the group gets them.
+struct Source {
+    redis: ConnectionManager,
+    /// Place among the pending messages at which the search for abandoned messages continues.
+    cursor: String,
+    /// True if the last call of `next` looked for an abandoned message first.
+    claims: bool,
+}
+
+impl Source {
+    /// Returns the next message. Abandoned and new messages take turns, so that neither kind waits behind the other.
+    async fn next(&mut self, app: &App) -> RedisResult<Option<StreamId>> {
+        self.claims = !self.claims;
+        if self.claims
+            && let Some(abandoned) = self.abandoned(app).await?
+        {
+            return Ok(Some(abandoned));
+        }
+        let new = StreamReadOptions::default().group(GROUP, &app.consumer).count(1).block(50);
+        let read = self.redis.xread_options(&[&stream(&app.run)], &[">"], &new).await?;
+        Ok(read.into_iter().flat_map(|read| read.keys).flat_map(|key| key.ids).next())
+    }
+
+    /// Returns a message whose consumer did not settle it in time.
+    async fn abandoned(&mut self, app: &App) -> RedisResult<Option<StreamId>> {
+        let (stream, idle) = (stream(&app.run), BROKER_TIMEOUT.as_millis().to_string());
+        for _ in 0..LOOKS {
+            let one = StreamAutoClaimOptions::default().count(1);
+            let claimed =
+                self.redis.xautoclaim_options(&stream, GROUP, &app.consumer, &idle, &self.cursor, one).await?;
+            let StreamAutoClaimReply { next_stream_id, claimed, .. } = claimed;
+            self.cursor = next_stream_id;
+            if !claimed.is_empty() || self.cursor == START {
+                return Ok(claimed.into_iter().next());
+            }
+        }
+        Ok(None)
+    }
 }
 
 #[derive(Clone)]
 struct App {
     run: Run,
     store: RedisStore,
-    redis: MultiplexedConnection,
+    redis: ConnectionManager,
     consumer: String,
+    intake: Intake,
 }
 
 impl App {
-    /// Returns a message whose consumer did not settle it in time, or a new message.
-    async fn receive(&self, reader: &mut MultiplexedConnection) -> RedisResult<Option<StreamId>> {
-        let (stream, idle) = (stream(&self.run), BROKER_TIMEOUT.as_millis().to_string());
-        let one = StreamAutoClaimOptions::default().count(1);
-        let abandoned = reader.xautoclaim_options(&stream, GROUP, &self.consumer, idle, "0-0", one).await?;
-        let StreamAutoClaimReply { claimed, .. } = abandoned;
-        if let Some(message) = claimed.into_iter().next() {
-            return Ok(Some(message));
-        }
-        let new = StreamReadOptions::default().group(GROUP, &self.consumer).count(1).block(50);
-        let read = reader.xread_options(&[&stream], &[">"], &new).await?;
-        Ok(read.into_iter().flat_map(|read| read.keys).flat_map(|key| key.ids).next())
-    }
-
     /// Returns the number of deliveries of the message.
     async fn deliveries(&self, id: &str) -> RedisResult<u32> {
         let pending: StreamPendingCountReply =
@@ -151,61 +177,33 @@ impl App {
         Ok(pending.ids.first().map_or(1, |pending| u32::try_from(pending.times_delivered).unwrap_or(u32::MAX)))
     }
 
-    /// Keeps the message from other consumers while its handler runs.
-    async fn extend(&self, id: &str) -> RedisResult<()> {
+    /// Resets the idle time of the message, so that it stays with this consumer. Sets the number of its deliveries, if
+    /// given.
+    async fn claim(&self, id: &str, deliveries: Option<u32>) -> RedisResult<()> {
         let mut claim = redis::cmd("XCLAIM");
-        claim.arg(stream(&self.run)).arg(GROUP).arg(&self.consumer).arg(0).arg(id).arg("JUSTID");
-        claim.exec_async(&mut self.redis.clone()).await
+        claim.arg(stream(&self.run)).arg(GROUP).arg(&self.consumer).arg(0).arg(id);
+        if let Some(deliveries) = deliveries {
+            claim.arg("RETRYCOUNT").arg(deliveries);
+        }
+        claim.arg("JUSTID").exec_async(&mut self.redis.clone()).await
     }
 
     async fn ack(&self, id: &str) -> RedisResult<()> {
-        let (stream, mut ack) = (stream(&self.run), redis::pipe());
-        ack.atomic().xack(&stream, GROUP, &[id]).ignore().xdel(&stream, &[id]).ignore();
-        ack.exec_async(&mut self.redis.clone()).await
+        self.redis.clone().xack(stream(&self.run), GROUP, &[id]).await.map(drop)
     }
 
-    /// Moves the message to another stream.
-    async fn set_aside(&self, message: &StreamId) -> Result<(), Failure> {
+    /// Moves the message to another stream, with the reasons of `letter`. A crash in between loses no message.
+    async fn set_aside(&self, message: &StreamId, event: Option<&Event>, letter: DeadLetter) -> Result<(), Failure> {
+        eprintln!("entry {} is set aside: {letter}", message.id);
+        self.run.set_aside(event)?;
         let payload: Vec<u8> = message.get("event").unwrap_or_default();
-        self.redis.clone().xadd(format!("{}:dead", self.run.name), "*", &[("event", payload)]).await?;
+        let mut fields: Vec<_> = letter.headers().map(|(name, text)| (name, text.as_bytes())).collect();
+        fields.push(("event", &payload));
+        self.redis.clone().xadd(dead_letters(&self.run), "*", &fields).await?;
         Ok(self.ack(&message.id).await?)
     }
 }
 
-fn stream(run: &Run) -> String {
-    format!("{}:orders", run.name)
-}
-
-async fn connect(url: &str) -> RedisResult<MultiplexedConnection> {
-    let config = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(5)));
-    redis::Client::open(url)?.get_multiplexed_async_connection_with_config(&config).await
-}
-
-async fn publish(run: &Run, messages: &[Vec<u8>]) -> Result<(), Failure> {
-    let mut redis = connect(&run.url).await?;
-    let made: RedisResult<()> = redis.xgroup_create_mkstream(stream(run), GROUP, "0").await.map(drop);
-    if let Err(error) = made
-        && error.code() != Some("BUSYGROUP")
-    {
-        return Err(error.into());
-    }
-    for message in messages {
-        redis.xadd(stream(run), "*", &[("event", message)]).await?;
-    }
-    Ok(())
-}
-
-async fn clean_up(run: &Run) -> Result<(), Failure> {
-    let mut redis = connect(&run.url).await?;
-    let mut keys = Vec::new();
-    let mut found = redis.scan_match::<_, String>(format!("{}:*", run.name)).await?;
-    while let Some(key) = found.next_item().await {
-        keys.push(key?);
-    }
-    drop(found);
-    Ok(redis.unlink(keys).await.map(drop)?)
-}
-
 fn main() -> ExitCode {
-    fleet::main("redis_streams", "redis://127.0.0.1:6379", &publish, &work, &clean_up)
+    fleet::main(&idem_examples::redis_streams::Broker, &work)
 }

@@ -19,24 +19,28 @@
 //! - *Effects finish*: each call runs in a task of its own, and the server waits for its calls before it ends.
 #![allow(clippy::disallowed_methods, reason = "a client waits for its server")]
 
-use std::io;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
-use std::{env, fs};
+use std::{env, fs, io};
 
 use idem_examples::Claims;
-use idem_examples::agent::{Bank, CALLER, Connection, Failure, KEY, text};
-use idem_runtime::{Disposition, Error, Policy, SqliteStore, current, idempotent};
+use idem_examples::agent::{Bank, CALLER, Connection, Failure, KEY, TENANT, text};
+use idem_rmcp::{ToolCalls, ToolError, call_key};
+use idem_runtime::{Policy, SqliteStore, StoreExt as _, current, idempotent};
 use rmcp::handler::server::wrapper::Parameters;
-use rmcp::model::{ContentBlock, IntoContents, RequestMetaObject, ServerCapabilities, ServerConfig};
-use rmcp::{ServerHandler, ServiceExt as _, schemars, tool, tool_handler, tool_router};
-use serde::Deserialize;
-use serde_json::{Value, json};
+use rmcp::model::{CallToolResponse, ServerCapabilities, ServerConfig};
+use rmcp::service::RequestContext;
+use rmcp::{ErrorData, RoleServer, ServerHandler, ServiceExt as _, schemars, tool, tool_handler, tool_router};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::sleep;
 
 const LEASE: Duration = Duration::from_secs(2);
 const MONEY: Policy = Policy::new(Duration::from_secs(90 * 86_400)).lease(LEASE);
+/// Time that is longer than `rmcp` waits for running calls when a client leaves.
+const PATIENCE_OF_RMCP: Duration = Duration::from_secs(6);
 
 #[derive(Deserialize, schemars::JsonSchema)]
 struct Refund {
@@ -54,81 +58,93 @@ struct Credit {
     cents: u64,
 }
 
-/// Refunds each order once: the bank recognises the key of the payment, even after a crash.
-#[idempotent(key = "{desk.caller}:{refund.order}", policy = MONEY, store = desk.store, fingerprint = (refund.order, refund.cents))]
-async fn refund(desk: &Desk, refund: &Refund) -> Result<String, Answer> {
+/// Payment that the bank has made.
+#[derive(Serialize, Deserialize)]
+struct Paid {
+    cents: u64,
+}
+
+/// Refunds each order of a tenant once: the bank recognises the key of the payment, even after a crash.
+#[idempotent(key = "{desk.tenant}:{refund.order}", policy = MONEY, store = desk.store)]
+async fn pay_back(desk: &Desk, refund: &Refund) -> Result<Paid, ToolError> {
     let payment = current()?.child_key("refund");
-    desk.bank.pay(&format!("order {}", refund.order), &payment).await?;
-    Ok(format!("Refunded {} cents of order {}.", refund.cents, refund.order))
+    let paid = desk.bank.pay(&format!("{} order {}", desk.tenant, refund.order), refund.cents, &payment).await;
+    // If an earlier try has paid before its server was killed, the bank answers with the amount that it paid then.
+    Ok(Paid { cents: paid.map_err(|error| no_answer(&error))? })
 }
 
 /// Gives one credit for each key of a caller. The ledger of credits has no keys: after a crash a person has to check
 /// it.
-#[idempotent(key = "{desk.caller}:{key}", policy = MONEY, store = desk.store, on_crash = fail, fingerprint = (credit.customer, credit.cents))]
-async fn give_credit(desk: &Desk, key: &str, credit: &Credit) -> Result<String, Answer> {
+#[idempotent(key = "{desk.tenant}:{desk.caller}:{key}", policy = MONEY, store = desk.store, on_crash = fail)]
+async fn give_credit(desk: &Desk, key: &str, credit: &Credit) -> Result<Paid, ToolError> {
     let payment = current()?.child_key("credit");
-    desk.bank.pay(&format!("customer {}", credit.customer), &payment).await?;
-    Ok(format!("Customer {} has {} cents more.", credit.customer, credit.cents))
+    let paid = desk.bank.pay(&format!("{} customer {}", desk.tenant, credit.customer), credit.cents, &payment).await;
+    Ok(Paid { cents: paid.map_err(|error| no_answer(&error))? })
 }
 
-/// Text for the model when a call has no result. The example needs its own type, because the errors of `rmcp` and of
-/// this library belong to other crates, so it can't implement `From` between them.
-#[derive(Debug)]
-struct Answer(String);
-
-impl From<Error> for Answer {
-    fn from(error: Error) -> Self {
-        // The details of the error go only to the log, because they contain the key, which names the caller.
-        eprintln!("server {}: {error}", std::process::id());
-        let again = match error.disposition() {
-            Disposition::Retry { after } => {
-                format!("Make the same call again in {} s, with the same arguments.", after.as_secs() + 1)
-            }
-            _ => "Don't call again. Tell the user that a person has to look at it.".to_owned(),
-        };
-        let happened = match &error {
-            Error::InProgress { .. } => "An earlier call is still at it.",
-            Error::FingerprintMismatch { .. } => "Nothing was paid: an earlier call had other arguments.",
-            error if error.is_uncertain() => "In doubt: it may have been paid, or not.",
-            _ => "There is no result.",
-        };
-        Self(format!("{happened} {again} Never use another key or other arguments instead: it could be paid twice."))
-    }
+fn no_answer(error: &io::Error) -> ToolError {
+    ToolError::again(format!("The bank does not answer ({error})."))
 }
 
-impl From<io::Error> for Answer {
-    fn from(error: io::Error) -> Self {
-        Self(format!("The bank does not answer ({error}). Make the same call again, with the same arguments."))
-    }
-}
-
-impl IntoContents for Answer {
-    fn into_contents(self) -> Vec<ContentBlock> {
-        vec![ContentBlock::text(self.0)]
+/// Returns the answer to a call that asked for `cents`.
+fn answer(paid: &Paid, cents: u64, done: String) -> Result<String, ToolError> {
+    match paid.cents == cents {
+        true => Ok(done),
+        false => Err(ToolError::answer(format!(
+            "Nothing was paid now: {} cents were paid before. Do not call again. Tell the user.",
+            paid.cents
+        ))),
     }
 }
 
 #[derive(Clone)]
 struct Desk {
+    tenant: String,
     caller: String,
     store: SqliteStore,
     bank: Bank,
+    calls: ToolCalls,
 }
 
 #[tool_router]
 impl Desk {
-    #[tool(description = "Refunds an order. Calling it again with the same arguments is safe, and pays nothing twice.")]
-    async fn refund(&self, Parameters(call): Parameters<Refund>) -> Result<String, Answer> {
-        refund(self, &call).await
+    #[tool(
+        description = "Refunds an order. Calling it again is safe: an order is refunded once.",
+        annotations(idempotent_hint = true, destructive_hint = true)
+    )]
+    async fn refund(
+        &self,
+        context: RequestContext<RoleServer>,
+        Parameters(call): Parameters<Refund>,
+    ) -> Result<CallToolResponse, ErrorData> {
+        let desk = self.clone();
+        let refunding = async move {
+            // This check comes before the idempotent call, so a refund that can't succeed leaves no record.
+            if call.cents == 0 {
+                return Err(ToolError::answer("Nothing was paid: the amount is zero."));
+            }
+            let paid = pay_back(&desk, &call).await?;
+            answer(&paid, call.cents, format!("Refunded {} cents of order {}.", call.cents, call.order))
+        };
+        self.calls.run(&context, refunding).await
     }
 
     #[tool(
-        description = "Gives a customer a credit. Repeat a call that was not answered with the same key in `_meta`."
+        description = "Gives a customer a credit. Repeat a call that was not answered with the same key in `_meta`.",
+        annotations(idempotent_hint = false, destructive_hint = true)
     )]
-    async fn credit(&self, meta: RequestMetaObject, Parameters(call): Parameters<Credit>) -> Result<String, Answer> {
-        let key = meta.0.0.get(KEY).and_then(Value::as_str);
-        let missing = || Answer(format!("Nothing was paid: the client has to send a key as `{KEY}` in `_meta`."));
-        give_credit(self, key.ok_or_else(missing)?, &call).await
+    async fn credit(
+        &self,
+        context: RequestContext<RoleServer>,
+        Parameters(call): Parameters<Credit>,
+    ) -> Result<CallToolResponse, ErrorData> {
+        let desk = self.clone();
+        let key = call_key(&context, KEY).map(str::to_owned);
+        let giving = async move {
+            let paid = give_credit(&desk, &key?, &call).await?;
+            answer(&paid, call.cents, format!("Customer {} has {} cents more.", call.customer, call.cents))
+        };
+        self.calls.run(&context, giving).await
     }
 }
 
@@ -140,52 +156,110 @@ impl ServerHandler for Desk {
 }
 
 async fn serve(folder: &Path) -> Result<(), Failure> {
-    let caller = env::var(CALLER)?;
     let store = SqliteStore::open(folder.join("idem.db")).await?;
-    let desk = Desk { caller, store, bank: Bank::at(folder) };
-    desk.serve(rmcp::transport::stdio()).await?.waiting().await?;
+    let calls = ToolCalls::new().progress_every(Duration::from_millis(200));
+    let (tenant, caller) = (env::var(TENANT)?, env::var(CALLER)?);
+    let desk = Desk { tenant, caller, store: store.clone(), bank: Bank::at(folder), calls: calls.clone() };
+    // A client closes the pipe to end its server, and sends SIGTERM if the server does not end.
+    let mut terminate = signal(SignalKind::terminate())?;
+    let server = desk.serve(rmcp::transport::stdio()).await?;
+    let end = server.cancellation_token();
+    tokio::select! {
+        ended = server.waiting() => drop(ended?),
+        _ = terminate.recv() => end.cancel(),
+    }
+    // The client is gone. Running calls still finish, so that no operation is left in doubt.
+    calls.drain().await;
+    store.flush().await;
     Ok(())
 }
 
 /// Makes the calls that an MCP client makes for its model.
 async fn ask(claims: &mut Claims, folder: &Path) -> Result<(), Failure> {
     let bank = Bank::at(folder);
-    let alice = Connection::to(folder, "alice").await?;
-    let arguments = json!({ "order": 1, "cents": 500 });
+    let alice = Connection::to(folder, "shop", "alice").await?;
+    let hints = alice.hints("refund").await?;
+    claims.check("the refund tool says that calls may be repeated, and that it pays", hints == Some((true, true)));
+
     // 1. The model repeats a call, and then changes its arguments.
+    let arguments = json!({ "order": 1, "cents": 500 });
     let first = alice.call("refund", &arguments, None).await?;
     let second = alice.call("refund", &arguments, None).await?;
     claims.check("a call that is repeated is answered alike", first == second && text(&first).starts_with("Refunded"));
     let other = alice.call("refund", &json!({ "order": 1, "cents": 900 }), None).await?;
-    let refused = other.is_error == Some(true) && text(&other).starts_with("Nothing was paid");
-    claims.check("the same refund with another amount is refused", refused);
-    claims.check("order 1 was refunded once, by one body", bank.books("order 1") == (1, 1));
+    let refused = other.is_error == Some(true) && text(&other).contains("500 cents were paid before");
+    claims.check("the same refund with another amount pays nothing, and shows what was paid", refused);
+    let bob = Connection::to(folder, "shop", "bob").await?;
+    let again = bob.call("refund", &arguments, None).await?;
+    claims.check("another agent of the shop gets the same answer", again == first);
+    claims.check("order 1 was refunded once, by one body", bank.books("shop order 1") == (1, 1));
+    let elsewhere = Connection::to(folder, "kiosk", "alice").await?;
+    elsewhere.call("refund", &arguments, None).await?;
+    claims.check("order 1 of another shop is another order", bank.books("kiosk order 1") == (1, 1));
+
+    // 2. A try that fails without an effect does not fix the amount.
+    bank.away(true)?;
+    let failed = alice.call("refund", &json!({ "order": 4, "cents": 900 }), None).await?;
+    bank.away(false)?;
+    claims.check("a bank that is away is an error", text(&failed).starts_with("The bank does not answer"));
+    let corrected = alice.call("refund", &json!({ "order": 4, "cents": 400 }), None).await?;
+    claims.check("then the amount can be corrected", text(&corrected).starts_with("Refunded 400"));
+    claims.check("order 4 was refunded once", bank.books("shop order 4").1 == 1);
 
     // 3. The model repeats a call while its first call still runs.
     bank.slow(true)?;
     let arguments = json!({ "order": 2, "cents": 500 });
     let running = tokio::spawn(alice.call("refund", &arguments, None));
-    while bank.books("order 2").0 == 0 {
-        sleep(Duration::from_millis(10)).await;
-    }
+    bank.asked_for("shop order 2").await;
     let again = alice.call("refund", &arguments, None).await?;
     println!("   while it runs: {}", text(&again));
     let told = again.is_error == Some(true) && text(&again).contains("same call again");
     claims.check("while it runs, the model is told to make the same call again", told);
+    alice.progress().await;
+    claims.check("while it runs, the client sees progress", true);
     bank.slow(false)?;
     claims.check("the first call gets its result", text(&running.await??).starts_with("Refunded"));
 
-    // 3. The server is killed in the middle of a refund, and another one takes over.
+    // 4. The user cancels a call whose refund has begun.
+    bank.slow(true)?;
+    let arguments = json!({ "order": 5, "cents": 500 });
+    let call = alice.start("refund", &arguments, None).await?;
+    bank.asked_for("shop order 5").await;
+    call.cancel(Some("the user has cancelled".to_owned())).await?;
+    bank.slow(false)?;
+    let after = alice.finished("refund", &arguments, None).await?;
+    claims
+        .check("a cancelled call has still refunded, and its repetition says so", text(&after).starts_with("Refunded"));
+    claims.check("order 5 was refunded once, by one body", bank.books("shop order 5") == (1, 1));
+
+    // 5. The client leaves in the middle of a credit, which is given at most once.
+    bank.slow(true)?;
+    let arguments = json!({ "customer": 6, "cents": 300 });
+    let _call = bob.start("credit", &arguments, Some("call-1")).await?;
+    bank.asked_for("shop customer 6").await;
+    let leaving = tokio::spawn(bob.leave());
+    sleep(PATIENCE_OF_RMCP).await;
+    bank.slow(false)?;
+    leaving.await??;
+    let bob = Connection::to(folder, "shop", "bob").await?;
+    let given = bob.call("credit", &arguments, Some("call-1")).await?;
+    claims.check("a client that leaves leaves no credit in doubt", text(&given).starts_with("Customer 6 has 300"));
+    claims.check("customer 6 was credited once", bank.books("shop customer 6") == (1, 1));
+
+    // 6. The server is killed in the middle of a refund, and another one takes over.
     let arguments = json!({ "order": 3, "cents": 500 });
     let call = alice.call("refund", &arguments, None);
-    claims.check("the server is killed while it refunds", alice.call_and_kill(&bank, call, "order 3").await?);
-    let alice = Connection::to(folder, "alice").await?;
+    claims.check("the server is killed while it refunds", alice.call_and_kill(&bank, call, "shop order 3").await?);
+    let alice = Connection::to(folder, "shop", "alice").await?;
     let waits = alice.call("refund", &arguments, None).await?;
     claims.check("the next one waits for the lease of the dead", text(&waits).starts_with("An earlier call"));
     sleep(LEASE).await;
+    // The model now asks for another amount. The bank answers with the amount that it has paid.
+    let other = alice.call("refund", &json!({ "order": 3, "cents": 900 }), None).await?;
+    claims.check("then it tells what was paid", text(&other).contains("500 cents were paid before"));
     let done = alice.call("refund", &arguments, None).await?;
-    claims.check("then it refunds", text(&done).starts_with("Refunded"));
-    claims.check("order 3 was refunded once, although the bank was asked twice", bank.books("order 3") == (2, 1));
+    claims.check("and the same call gets its result", text(&done).starts_with("Refunded"));
+    claims.check("order 3 was refunded once, although the bank was asked twice", bank.books("shop order 3") == (2, 1));
 
     // 7. Credits: the arguments do not identify the operation, so each credit needs a key.
     let arguments = json!({ "customer": 7, "cents": 300 });
@@ -194,23 +268,22 @@ async fn ask(claims: &mut Claims, folder: &Path) -> Result<(), Failure> {
     for key in ["call-1", "call-1", "call-2"] {
         alice.call("credit", &arguments, Some(key)).await?;
     }
-    claims.check("two keys are two credits, and one key is one", bank.books("customer 7") == (2, 2));
-    let mallory = Connection::to(folder, "mallory").await?;
-    mallory.call("credit", &json!({ "customer": 8, "cents": 300 }), Some("call-1")).await?;
-    claims.check("another caller's key is another operation", bank.books("customer 8") == (1, 1));
+    claims.check("two keys are two credits, and one key is one", bank.books("shop customer 7") == (2, 2));
+    bob.call("credit", &json!({ "customer": 8, "cents": 300 }), Some("call-2")).await?;
+    claims.check("another caller's key is another operation", bank.books("shop customer 8") == (1, 1));
 
     // 8. The server is killed in the middle of a credit. A credit is given at most once (`on_crash = fail`), so no
     // attempt repeats it: a person has to check it.
     let arguments = json!({ "customer": 9, "cents": 300 });
     let call = alice.call("credit", &arguments, Some("call-3"));
-    claims.check("the server is killed while it credits", alice.call_and_kill(&bank, call, "customer 9").await?);
+    claims.check("the server is killed while it credits", alice.call_and_kill(&bank, call, "shop customer 9").await?);
     sleep(LEASE).await;
-    let alice = Connection::to(folder, "alice").await?;
+    let alice = Connection::to(folder, "shop", "alice").await?;
     let doubt = alice.call("credit", &arguments, Some("call-3")).await?;
     println!("   in doubt: {}", text(&doubt));
     let told = text(&doubt).starts_with("In doubt") && text(&doubt).contains("Never use another key");
     claims.check("in doubt, the model is told so, and not to try with another key", told);
-    claims.check("customer 9 was credited once", bank.books("customer 9") == (1, 1));
+    claims.check("customer 9 was credited once", bank.books("shop customer 9") == (1, 1));
     Ok(())
 }
 
@@ -218,7 +291,12 @@ async fn ask(claims: &mut Claims, folder: &Path) -> Result<(), Failure> {
 async fn main() -> ExitCode {
     let mut claims = Claims::default();
     if let Some(folder) = env::args_os().nth(1) {
-        return claims.exit_code(&serve(Path::new(&folder)).await);
+        let served = serve(Path::new(&folder)).await;
+        if let Err(error) = &served {
+            eprintln!("server {}: {error}", std::process::id());
+        }
+        // A return would wait for the thread that reads the client's pipe, so the process exits here.
+        std::process::exit(i32::from(served.is_err()));
     }
     let folder = env::temp_dir().join(format!("idem-example-{}", std::process::id()));
     let asked = match fs::create_dir_all(&folder) {
