@@ -16,98 +16,82 @@
 #![allow(clippy::disallowed_methods, reason = "a worker that is stopped is given some time")]
 
 use std::io;
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use apalis::prelude::{
-    AbortError, Attempt, BoxDynError, RetryAfterError, TaskId, TaskSink as _, WorkerBuilder, WorkerBuilderExt as _,
-};
+use apalis::prelude::{AbortError, BoxDynError, Task, TaskSink as _, WorkerBuilder, WorkerBuilderExt as _};
 use apalis_redis::{Config, RedisStorage};
-use idem_examples::fleet::{self, BROKER_TIMEOUT, Event, Failure, Receipt, Run};
+use idem_apalis::OperationLayer;
+use idem_examples::fleet::{self, BROKER_TIMEOUT, Event, Failure, Headers, Receipt, Run};
+use idem_examples::servers::Server;
 use idem_runtime::policy::Backoff;
-use idem_runtime::tower::OperationLayer;
-use idem_runtime::{Disposition, Key, Operation, Policy, StoreExt as _, current, observe};
+use idem_runtime::{Key, Operation, Policy, StoreExt as _, current, observe};
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::sleep;
-use tower::{Layer as _, Service, ServiceExt as _, service_fn};
+use tower::{Service, ServiceExt as _, service_fn};
 
 const HANDLERS: usize = 8;
 /// Time limit for the end of a worker after its stop signal. Most handlers need less.
 const GRACE: Duration = Duration::from_secs(2);
-/// Number of attempts after which the queue gives up a task.
-const ATTEMPTS: u32 = 25;
 const PAYMENTS: Policy = Policy::new(Duration::from_secs(7 * 86_400))
     .lease(Duration::from_secs(2))
     .max_attempts(4)
     .backoff(Backoff::new(Duration::from_millis(100), Duration::from_secs(2)));
 
 /// The handler: it runs once for each order, and every duplicate gets the receipt of that run.
-async fn charge(run: Run, event: Event) -> Result<Receipt, Failure> {
+async fn charge(run: Run, payload: String) -> Result<Receipt, Failure> {
+    let event = Event::read(payload.as_bytes())?;
     // The worker can die between the charge and its record, so every attempt gives the bank the same key.
     let payment = current()?.child_key("charge");
     Ok(run.charge(&event, payment).await?)
 }
 
-/// Handles one delivery, with a service that has an `OperationLayer`.
-async fn deliver<S>(run: Run, service: S, payload: String, id: TaskId, attempt: Attempt) -> Result<Receipt, BoxDynError>
+/// Writes the books of the example around a delivery. A program without books passes the service to the worker.
+async fn deliver<S>(run: Run, service: S, task: Task<String>) -> Result<Receipt, BoxDynError>
 where
-    S: Service<Event, Response = Receipt, Error = Failure>,
+    S: Service<Task<String>, Response = Receipt, Error = BoxDynError>,
 {
-    let event = match Event::read(payload.as_bytes()) {
-        Ok(event) => event,
-        Err(error) => {
-            eprintln!("task {id} can't be read, and is set aside: {error}");
-            run.delivered(None)?;
-            run.set_aside(None)?;
-            return Err(AbortError::new(error).into());
+    let event = Event::read(task.args.as_bytes()).ok();
+    run.delivered(event.as_ref())?;
+    let (result, outcome) = observe(service.oneshot(task)).await;
+    match (&result, &event) {
+        (Ok(_), Some(event)) => run.acknowledged(event, &outcome)?,
+        (Err(error), _) if error.is::<AbortError>() => {
+            eprintln!("a task is set aside: {error}");
+            run.set_aside(event.as_ref())?;
         }
-    };
-    run.delivered(Some(&event))?;
-    let attempt = u32::try_from(attempt.current()).unwrap_or(u32::MAX);
-    let call = service.oneshot(event.clone());
-    let (result, outcome) = observe(call).delivery(attempt).delivery_limit(ATTEMPTS).catch_panics().await;
-    match outcome.disposition() {
-        Disposition::Ack => {
-            run.acknowledged(&event, &outcome)?;
-            result
-        }
-        // A handler may return `Ok` although it ignored the error of a call, so the outcome decides.
-        Disposition::Retry { after } => Err(RetryAfterError::new(fleet::reason(result), after).into()),
-        Disposition::DeadLetter => {
-            let error = fleet::reason(result);
-            eprintln!("task {id} is set aside: {error}");
-            run.set_aside(Some(&event))?;
-            Err(AbortError::new(error).into())
-        }
+        _ => {}
     }
+    result
 }
 
 /// Runs a worker process.
 async fn work(run: Run) -> Result<(), Failure> {
-    let (shutdown, late) = (run.shutdown()?, run.shutdown()?);
+    let (mut shutdown, mut late) = (signal(SignalKind::terminate())?, signal(SignalKind::terminate())?);
     let store = run.store().await?;
     let operations = {
         let store = store.clone();
-        OperationLayer::of(move |event: &Event| {
-            Operation::new(&store, Key::new("payments::charge", event.order), PAYMENTS)
-                .fingerprint(&(event.order, event.cents))
+        OperationLayer::of(move |task: &Task<String>| {
+            let event = Event::read(task.args.as_bytes()).ok();
+            let key = Key::new("payments::charge", event.as_ref().map(|event| event.order));
+            Operation::new(&store, key, PAYMENTS).fingerprint(&event.map(|event| (event.order, event.cents)))
         })
     };
     let bank = run.clone();
-    let service = operations.layer(service_fn(move |event| charge(bank.clone(), event)));
+    let service = operations.handler(move |payload: String| charge(bank.clone(), payload));
     let worker = WorkerBuilder::new(format!("worker-{}", std::process::id()))
         .backend(queue(&run).await?)
         .concurrency(HANDLERS)
-        .build(move |payload: String, id: TaskId, attempt: Attempt| {
-            deliver(run.clone(), service.clone(), payload, id, attempt)
-        });
+        .build(service_fn(move |task: Task<String>| deliver(run.clone(), service.clone(), task)));
     let stopped = async move {
-        shutdown.await;
+        shutdown.recv().await;
         Ok::<_, io::Error>(())
     };
     // After the stop signal the worker finishes its running tasks, but its future may never end, so it is dropped after
     // `GRACE`. The queue hands out the dropped tasks again.
     let late = async move {
-        late.await;
+        late.recv().await;
         sleep(GRACE).await;
     };
     tokio::select! {
@@ -124,21 +108,39 @@ async fn queue(run: &Run) -> Result<RedisStorage<String>, Failure> {
     Ok(RedisStorage::new(apalis_redis::connect(run.url.as_str()).await?).with_config(config))
 }
 
-async fn publish(run: &Run, messages: &[Vec<u8>]) -> Result<(), Failure> {
-    let mut queue = queue(run).await?;
-    for message in messages {
-        queue.push(String::from_utf8_lossy(message).into_owned()).await?;
-    }
-    Ok(())
-}
+struct Broker;
 
-async fn clean_up(run: &Run) -> Result<(), Failure> {
-    let mut queue = queue(run).await?;
-    let redis = queue.get_connection();
-    let keys: Vec<String> = redis::cmd("KEYS").arg(format!("{}*", run.name)).query_async(redis).await?;
-    Ok(redis::cmd("UNLINK").arg(keys).exec_async(redis).await?)
+impl fleet::Broker for Broker {
+    const NAME: &str = "apalis_worker";
+    const URL: Option<&str> = Some("redis://127.0.0.1:6379");
+
+    /// A worker of apalis ends when its Redis is away, and its supervisor starts it again, so there is no run with
+    /// outages.
+    fn start(&self, _: &str, _: &Path) -> Result<Box<dyn Server>, Failure> {
+        Err("this example has no run with outages".into())
+    }
+
+    async fn publish(&self, run: &Run, messages: &[Vec<u8>]) -> Result<(), Failure> {
+        let mut queue = queue(run).await?;
+        for message in messages {
+            queue.push(String::from_utf8_lossy(message).into_owned()).await?;
+        }
+        Ok(())
+    }
+
+    /// apalis keeps no reasons with its dead tasks.
+    async fn dead_letters(&self, _: &Run) -> Result<Vec<Headers>, Failure> {
+        Ok(Vec::new())
+    }
+
+    async fn clean_up(&self, run: &Run) -> Result<(), Failure> {
+        let mut queue = queue(run).await?;
+        let redis = queue.get_connection();
+        let keys: Vec<String> = redis::cmd("KEYS").arg(format!("{}*", run.name)).query_async(redis).await?;
+        Ok(redis::cmd("UNLINK").arg(keys).exec_async(redis).await?)
+    }
 }
 
 fn main() -> ExitCode {
-    fleet::main("apalis_worker", "redis://127.0.0.1:6379", &publish, &work, &clean_up)
+    fleet::main(&Broker, &work)
 }
