@@ -10,6 +10,7 @@
 
 pub mod by_hand;
 pub mod peer;
+mod receipt;
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -19,9 +20,11 @@ use std::time::{Duration, Instant};
 use idem_runtime::store::{Lease, Reservation, ReserveRequest};
 use idem_runtime::{Key, Store};
 use rustix::time::{ClockId, clock_gettime};
-use serde::{Deserialize, Serialize};
 
-/// Returns whether this run only shows that the benches work: `IDEM_BENCH_QUICK=1`, or not started by `cargo bench`.
+pub use self::receipt::Receipt;
+
+/// Returns whether this run only shows that the benches work: `IDEM_BENCH_QUICK` is 1, or `cargo bench` did not start
+/// the run.
 pub fn is_quick() -> bool {
     std::env::var_os("IDEM_BENCH_QUICK").is_some_and(|value| value != "0")
         || !std::env::args().any(|it| it == "--bench")
@@ -348,34 +351,6 @@ fn figure(value: f64) -> String {
         size if size >= 100.0 => format!("{value:.0}"),
         size if size >= 10.0 => format!("{value:.1}"),
         _ => format!("{value:.2}"),
-    }
-}
-
-/// The result of the benches' handlers: some 150 bytes of JSON.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
-#[allow(missing_docs)]
-pub struct Receipt {
-    pub order_id: u64,
-    pub carrier: String,
-    pub tracking: String,
-    pub cents: u64,
-    pub currency: String,
-    pub lines: u32,
-    pub express: bool,
-}
-
-impl Receipt {
-    /// Returns the result for this order, without any other work.
-    pub fn of(order_id: u64) -> Self {
-        Self {
-            order_id,
-            carrier: "Hinterland Parcel".to_owned(),
-            tracking: "HP-2031-0000-4711-8842-XZ".to_owned(),
-            cents: 129_900,
-            currency: "EUR".to_owned(),
-            lines: 3,
-            express: true,
-        }
     }
 }
 
