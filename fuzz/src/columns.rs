@@ -267,7 +267,7 @@ fn sqlite(row: &Columns, request: &ReserveRequest, now: i64) -> Result<Option<Re
             match (record.admit(request, lapses_in.unwrap_or_default()), reserved) {
                 (Admission::Answer(expected), Ok(answer)) => assert_eq!(answer.aged(None), expected),
                 (Admission::Replace { with, takeover }, Ok(answer)) => {
-                    assert_eq!(answer, Reservation::granted(with.lease(request), takeover));
+                    assert_eq!(answer, with.grant(request, takeover));
                 }
                 (expected, Err(error)) => panic!("{error} instead of {expected:?}"),
             }

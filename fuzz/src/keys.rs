@@ -15,6 +15,9 @@ use super::input::Input;
 #[path = "../../idem-macros/src/duration.rs"]
 mod duration;
 #[allow(dead_code, unused_imports, unreachable_pub)]
+#[path = "../../idem-macros/src/nearest.rs"]
+mod nearest;
+#[allow(dead_code, unused_imports, unreachable_pub)]
 #[path = "../../idem-macros/src/template.rs"]
 mod template;
 
@@ -42,7 +45,7 @@ fn templates(text: &str) {
     if text.len() > MAX_TEMPLATE_BYTES {
         return;
     }
-    let parse = |text: &str| template::parse(&LitStr::new(text, Span::call_site()));
+    let parse = |text: &str| template::parse(&LitStr::new(text, Span::call_site()), None);
     // If the parser refuses a template, its error must contain a message.
     let parts = match parse(text) {
         Ok(parts) => parts,
