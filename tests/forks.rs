@@ -20,7 +20,7 @@ use idem_runtime::PostgresStore;
 use idem_runtime::SqliteStore;
 use idem_runtime::clock::SystemClock;
 use idem_runtime::key::{KeyBuilder, Scope};
-use idem_runtime::store::StoreContext;
+use idem_runtime::store::{HealthProblem, StoreContext, StoreExt};
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 use idem_runtime::within::OpenTransaction;
 use idem_runtime::{Error, InProgress, Key, MemoryStore, Operation, Policy, Store, StoreErrorKind};
@@ -36,6 +36,7 @@ const ALONE: &str = "IDEM_TEST_ALONE";
 /// Time after which a child counts as hanging; shorter than SQLite's limit of 30 s for an answer.
 const DEADLINE: Duration = Duration::from_secs(20);
 const LEASE: Duration = Duration::from_millis(100);
+const POLICY: Policy = Policy::new(Duration::from_secs(3600));
 /// Number of handlers that a parent runs concurrently. In every second handler the body sleeps and needs renewals.
 const BUSY: u64 = 32;
 
@@ -54,7 +55,7 @@ fn is_alone(name: &str) -> bool {
 
 /// Calls a handler whose body sleeps for `sleeps`.
 async fn call(store: &dyn Store, key: &str, lease: Duration, sleeps: Duration) -> Result<u32, Error> {
-    let policy = Policy::new(Duration::from_secs(3600)).lease(lease).in_progress(InProgress::Wait(LEASE));
+    let policy = POLICY.lease(lease).in_progress(InProgress::Wait(LEASE));
     // A busy machine renews leases late. A late renewal must not end the body.
     let policy = policy.max_pause(Duration::from_secs(3600));
     let body = async {
@@ -71,8 +72,22 @@ fn is_refused(error: &Error) -> bool {
     source.kind() == StoreErrorKind::Misconfigured && source.to_string().contains("forked")
 }
 
+/// Calls a handler in the child. Its body checks that the child renews this lease, and none of its parent.
+async fn renews_its_lease(store: Arc<dyn Store>, number: usize) -> Result<(), Error> {
+    let operation = Operation::new(&*store, Key::new("forks", format!("leases of child {number}")), POLICY);
+    let body = async {
+        let health = store.health().await;
+        let is_renewed = !health.problems.iter().any(|problem| matches!(problem, HealthProblem::NoHeartbeat));
+        assert!(is_renewed && health.leases == 1, "child {number}: {health}");
+        Ok(())
+    };
+    operation.run(body).await
+}
+
 /// Calls handlers in the child, and replays them. Returns the errors.
 async fn child(store: Arc<dyn Store>, number: usize) -> Vec<Error> {
+    // The first call of the child, because a later call could hide that an earlier one has started no renewals.
+    let renewed = renews_its_lease(Arc::clone(&store), number).await;
     let calls = (0..4).map(|at| {
         let (store, key) = (Arc::clone(&store), format!("child {number} {at}"));
         // The first body takes longer than a lease.
@@ -83,7 +98,7 @@ async fn child(store: Arc<dyn Store>, number: usize) -> Vec<Error> {
         })
     });
     let calls: Vec<_> = calls.collect();
-    let mut refused = Vec::new();
+    let mut refused = Vec::from_iter(renewed.err());
     for call in calls {
         refused.extend(call.await.expect("no panic").err());
     }
@@ -243,8 +258,7 @@ impl Steps {
 
 /// Makes one call with a store in memory, without a runtime: the store answers immediately.
 fn call_now(store: &MemoryStore, scope: &str, key: &str) -> Result<u32, Error> {
-    let policy = Policy::new(Duration::from_secs(3600));
-    let call = Operation::new(store, Key::new(scope, key), policy).run(async { Ok::<_, Error>(1) });
+    let call = Operation::new(store, Key::new(scope, key), POLICY).run(async { Ok::<_, Error>(1) });
     let Poll::Ready(ended) = pin!(call).poll(&mut Context::from_waker(Waker::noop())) else {
         panic!("a store in memory answers at the first poll");
     };
@@ -404,8 +418,7 @@ fn a_child_never_hangs_where_its_parent_makes_counters() {
             let mut connection = rusqlite::Connection::open_in_memory().unwrap();
             connection.execute_batch(&SqliteStore::schema_sql("idem_records")).unwrap();
             let transaction = OpenTransaction::new(connection.transaction().unwrap());
-            let policy = Policy::new(Duration::from_secs(3600));
-            let call = SqliteStore::within(&transaction).operation(Key::new("forks", "within"), policy);
+            let call = SqliteStore::within(&transaction).operation(Key::new("forks", "within"), POLICY);
             let own = Builder::new_current_thread().enable_all().build().unwrap();
             assert_eq!(own.block_on(call.run(async { Ok::<_, Error>(1) })).unwrap(), 1);
         });
@@ -416,8 +429,7 @@ fn a_child_never_hangs_where_its_parent_makes_counters() {
 #[cfg(feature = "postgres")]
 fn wait_for_turn(transaction: &OpenTransaction<tokio_postgres::Transaction<'_>>, runtime: &tokio::runtime::Handle) {
     let _entered = runtime.enter();
-    let policy = Policy::new(Duration::from_secs(3600));
-    let call = PostgresStore::within(transaction).operation(Key::new("forks", "waits"), policy);
+    let call = PostgresStore::within(transaction).operation(Key::new("forks", "waits"), POLICY);
     let mut call = pin!(call.run(async { Ok::<_, Error>(1) }));
     assert!(call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
 }
@@ -428,8 +440,7 @@ async fn pay_twice(url: &str, key: &str) {
     let mut client = idem_tests::postgres::raw(url).await;
     let transaction = OpenTransaction::new(client.transaction().await.unwrap());
     for _ in 0..2 {
-        let policy = Policy::new(Duration::from_secs(3600));
-        let call = PostgresStore::within(&transaction).operation(Key::new("forks", key), policy);
+        let call = PostgresStore::within(&transaction).operation(Key::new("forks", key), POLICY);
         assert_eq!(call.run(async { Ok::<_, Error>(1) }).await.unwrap(), 1);
     }
     transaction.into_inner().commit().await.unwrap();
@@ -450,8 +461,7 @@ fn a_child_never_hangs_in_a_transaction() {
         let (runs, run) = std::sync::mpsc::channel();
         let running = handle.clone();
         std::thread::spawn(move || {
-            let policy = Policy::new(Duration::from_secs(3600));
-            let call = PostgresStore::within(transaction).operation(Key::new("forks", "runs"), policy);
+            let call = PostgresStore::within(transaction).operation(Key::new("forks", "runs"), POLICY);
             running.block_on(call.run(async {
                 runs.send(()).unwrap();
                 std::future::pending::<Result<u32, Error>>().await

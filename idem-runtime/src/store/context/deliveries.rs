@@ -207,12 +207,6 @@ impl DeliveryTable {
         self.shards.iter().all(|shard| shard.is_empty())
     }
 
-    /// Forgets all deliveries without dropping them. Called in a forked child, whose parent process handles these
-    /// deliveries.
-    pub(super) fn forget(&self) {
-        self.shards.iter().for_each(|mut shard| std::mem::forget(std::mem::take(&mut *shard)));
-    }
-
     /// Returns the beats that are due by `now` or soon after. Lowers `next` to the time of the earliest beat that
     /// follows.
     pub(super) fn due(&self, now: Instant, next: &mut Instant) -> Vec<DueBeat> {

@@ -57,11 +57,6 @@ impl LateWrites {
         self.flushed.here();
     }
 
-    /// Forgets the writes of the parent process. Called in a forked child by a store in memory.
-    pub(super) fn start_anew(&self) {
-        self.under_way.store(0, Ordering::SeqCst);
-    }
-
     /// Registers that an attempt of `key` is being ended after the lapse of its lease, until the returned value
     /// is dropped.
     pub(super) fn ends_late(self: &Arc<Self>, key: &Key) -> LateEndGuard {

@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 use super::deliveries::{Callback, CallbackEnd, Delivery, DeliveryTable, DueBeat};
 use super::late_writes::{FlushGuard, LateWrites};
 use super::lease_table::{LeaseEntry, LeaseStanding, LeaseTable, Limits, RenewalFailure, RenewalStates, no_answer};
-use crate::clock::{Clock, Instant, as_nanos};
+use crate::clock::{Clock, Instant};
 use crate::combine::race;
 use crate::key::Key;
 use crate::metrics::{BeatResult, BrokerBeat, Metrics, StoreOp};
@@ -18,8 +18,8 @@ use crate::policy::OnCrash;
 use crate::record::{Lease, OwnerToken, Verdict};
 use crate::store::outage::Outage;
 use crate::store::{Store, StoreError, StoreErrorKind};
+use crate::sync::PerProcess;
 use crate::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use crate::sync::{PerProcess, Process};
 
 /// Value of `next_beat` while no renewal task is running.
 pub(super) const NEVER: u64 = u64::MAX;
@@ -28,9 +28,6 @@ pub(super) const NEVER: u64 = u64::MAX;
 const LOOKING: u64 = NEVER - 1;
 /// Longest sleep of the renewal task, so that the task ends soon after the last handler has ended.
 pub(super) const LONGEST_SLEEP: Duration = Duration::from_secs(10);
-/// If a scan is overdue by more than this time, the process may be the child of a `fork()`: the child has no copy of
-/// the renewal task.
-const OVERDUE: Duration = Duration::from_secs(1);
 
 /// Leases that one store handle keeps alive in one process.
 ///
@@ -44,8 +41,6 @@ const OVERDUE: Duration = Duration::from_secs(1);
 /// child of a `fork()`.
 pub(crate) struct Leases {
     clock: Arc<dyn Clock>,
-    /// Process that created this value.
-    made_by: Process,
     mode: RenewalMode,
     table: LeaseTable,
     deliveries: DeliveryTable,
@@ -65,13 +60,15 @@ pub(crate) struct Leases {
     abandoned: AtomicBool,
 }
 
-/// Whether a store handle renews its leases, and which leases a forked child starts with.
+/// Whether a store handle renews its leases, and when a call finds out that its process is a forked child. The child
+/// starts with an empty table of leases.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum RenewalMode {
-    /// Leases are renewed. A forked child starts with an empty table of leases.
+    /// Leases are renewed. Each call reads the process number when it begins.
     OfProcess,
-    /// Leases are renewed. A forked child keeps a copy of the leases, because its store in memory is a copy too.
-    Copied,
+    /// Leases are renewed. A call reads the process number when its body begins: the records are in memory, so a replay
+    /// would take noticeably longer with a system call.
+    OfBodies,
     /// Leases are never renewed: they end in another way, for example with a transaction.
     Never,
 }
@@ -85,7 +82,6 @@ impl Leases {
     ) -> Arc<Self> {
         Arc::new(Self {
             clock,
-            made_by: Process::this(),
             mode,
             table: LeaseTable::default(),
             deliveries: DeliveryTable::default(),
@@ -144,12 +140,6 @@ impl Leases {
         confirmed_at: Instant,
         limits: Limits,
     ) {
-        // In the child of a `fork()`, a store in memory and its records are copies, and the renewal task does not run.
-        // An overdue scan is a sign that this process is such a child.
-        let planned = self.next_beat.load(Ordering::SeqCst);
-        if planned < nanos(confirmed_at).saturating_sub(span(OVERDUE)) && self.is_forked() {
-            self.start_anew();
-        }
         let entry = LeaseEntry {
             store: Arc::clone(store),
             lease: lease.clone(),
@@ -319,25 +309,6 @@ impl Leases {
         self.earlier().notify_one();
     }
 
-    /// Wakes tasks. In the child of a `fork()`, a store in memory may hold wakers of the parent's tasks, and waking a
-    /// task of the parent may wait forever for a lock of its runtime. So a separate thread wakes the tasks.
-    fn wake(&self, wakers: Vec<Waker>) {
-        let wake = move || wakers.into_iter().for_each(Waker::wake);
-        if self.mode != RenewalMode::Copied || self.made_by.is_this() {
-            wake();
-        } else if let Err(error) = std::thread::Builder::new().name("idem-wake".to_owned()).spawn(wake) {
-            tracing::warn!(%error, "no thread can be started to wake calls that may be those of the parent process");
-        }
-    }
-
-    /// Resets the state of a store in memory in the child of a `fork()`: the renewal task and the deliveries belong to
-    /// the parent process.
-    fn start_anew(self: &Arc<Self>) {
-        self.deliveries.forget();
-        self.late_writes.start_anew();
-        self.expect_beat();
-    }
-
     /// Ensures that the renewal task scans again.
     fn expect_beat(self: &Arc<Self>) {
         // The lease is already in its shard. The task publishes `next_beat` only after a scan of all shards, and a task
@@ -388,9 +359,7 @@ impl Leases {
         // A handle that renews no leases still runs the callbacks of its deliveries.
         if self.beats() {
             let due = self.table.due(now, &mut next);
-            if !due.over.is_empty() {
-                self.wake(due.over);
-            }
+            due.over.into_iter().for_each(Waker::wake);
             if let Some(store) = due.store {
                 self.metrics.beat_was_late(due.lag);
                 let alone = due.alone.into_iter().map(|lease| vec![lease]);
@@ -440,7 +409,7 @@ impl Leases {
             self.late_writes.ended_late(&lease.key);
         }
         if let Some(waker) = waker {
-            self.wake(vec![waker]);
+            waker.wake();
         }
     }
 
@@ -471,10 +440,6 @@ impl fmt::Debug for Leases {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Leases").field("live", &self.live()).finish_non_exhaustive()
     }
-}
-
-fn span(duration: Duration) -> u64 {
-    as_nanos(duration).min(LOOKING - 1)
 }
 
 fn nanos(instant: Instant) -> u64 {
@@ -515,7 +480,7 @@ impl Drop for TaskGuard {
         }
         leases.next_beat.store(NEVER, Ordering::SeqCst);
         leases.running.store(false, Ordering::SeqCst);
-        leases.table.wakers().filter(|wakers| !wakers.is_empty()).for_each(|wakers| leases.wake(wakers));
+        leases.table.wakers().flatten().for_each(Waker::wake);
         // The first woken delivery starts another renewal task.
         leases.deliveries.wake();
     }

@@ -50,7 +50,7 @@ pub struct StoreContext {
     /// Source of owner tokens. `None`: the clock's entropy is the source of each token.
     owners: Option<Owners>,
     mode: RenewalMode,
-    /// State of this process. A forked child makes a new state, unless its store is in memory.
+    /// State of this process. A forked child makes a new state.
     process: PerProcess<ProcessState>,
 }
 
@@ -115,10 +115,10 @@ impl StoreContext {
     }
 
     /// Makes the context of a store whose records no other process sees: a forked process has its own copy of the
-    /// records. Owner tokens are counted from a random start.
+    /// records, and a lease of its parent lapses in this copy. Owner tokens are counted from a random start.
     pub fn in_process(store: &'static str, clock: Arc<dyn Clock>) -> Self {
         let owners = Owners::new(clock.entropy());
-        Self::of(store, clock, Some(owners), RenewalMode::Copied, EventCounts::of_handle())
+        Self::of(store, clock, Some(owners), RenewalMode::OfBodies, EventCounts::of_handle())
     }
 
     /// Makes the context of a store whose leases are never renewed, because they end in another way.
@@ -159,19 +159,15 @@ impl StoreContext {
         self
     }
 
-    /// Returns the state of this process. This method makes a system call, except for a store in memory, whose forked
-    /// child continues with a copy of the parent's state.
+    /// Returns the state of this process. This method makes a system call.
     fn here(&self) -> &ProcessState {
-        match self.mode {
-            RenewalMode::Copied => self.process.first(),
-            _ => self.process.here_or(|parents| {
-                ProcessState::new(&self.clock, self.mode, parents.counts.in_child(), self.identity.store)
-            }),
-        }
+        self.process.here_or(|parents| {
+            ProcessState::new(&self.clock, self.mode, parents.counts.in_child(), self.identity.store)
+        })
     }
 
     /// Returns the same state as `here`, but without a system call. The later steps of a call use this method, after
-    /// the first step has used `here`.
+    /// an earlier step has used `here`. Before that step, a forked child gets the state of its parent.
     fn latest(&self) -> &ProcessState {
         self.process.latest().expect("made with a value")
     }
@@ -199,7 +195,7 @@ impl StoreContext {
         let here = || *holder.here_or_else(|| provenance::here(handle));
         match self.mode {
             // A store in memory reads the process number once, because reading the number is a system call.
-            RenewalMode::Copied => holder.latest().copied().unwrap_or_else(here),
+            RenewalMode::OfBodies => holder.latest().copied().unwrap_or_else(here),
             _ => here(),
         }
     }
@@ -264,6 +260,15 @@ impl StoreContext {
     /// Returns whether a task may write the end of a dropped call of this handle.
     pub(crate) fn writes_late(&self) -> bool {
         self.latest().leases.writes_late()
+    }
+
+    /// Leases of this process, to which a new attempt is added.
+    pub(crate) fn leases_here(&self) -> &Arc<Leases> {
+        match self.mode {
+            RenewalMode::OfBodies => &self.here().leases,
+            // The first step of the call has used `here`.
+            _ => self.leases(),
+        }
     }
 
     /// Leases that this handle keeps alive.
@@ -371,10 +376,13 @@ impl StoreContext {
         &self.latest().metrics
     }
 
-    /// Returns the metrics, like `metrics`. The first step of a call uses this method, because this method selects the
-    /// state of this process.
+    /// Returns the metrics, like `metrics`. The first step of a call uses this method, which selects the state of this
+    /// process, except for a store in memory.
     pub(crate) fn metrics_here(&self) -> &Metrics {
-        &self.here().metrics
+        match self.mode {
+            RenewalMode::OfBodies => self.metrics(),
+            _ => &self.here().metrics,
+        }
     }
 
     /// Returns the current values of all metrics.
