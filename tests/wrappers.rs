@@ -348,7 +348,7 @@ impl Apart {
 
 impl Store for Apart {
     forward! {
-        |store| store.line() => context, reserve, begin, renew, finish, release, wait, inspect, decide, purge, list, ping
+        |store| store.line() => context, reserve, begin, renew, append, finish, release, wait, inspect, decide, purge, list, ping
     }
 
     fn handle(&self) -> Arc<dyn Store> {

@@ -34,7 +34,7 @@ const END: &str = "<!-- end of instructions -->";
 struct Granting(MemoryStore);
 
 impl Store for Granting {
-    forward! { |store| store.0 => namespace, response_timeout, context, begin, renew, wait, inspect, decide, purge, list, ping }
+    forward! { |store| store.0 => namespace, response_timeout, context, begin, renew, append, wait, inspect, decide, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
         Arc::new(self.clone())

@@ -22,7 +22,7 @@ struct ScriptedWaits {
 }
 
 impl Store for ScriptedWaits {
-    forward! { |store| store.inner => namespace, response_timeout, context, upkeep, reserve, begin, renew, finish, release, inspect, decide, purge, list, ping }
+    forward! { |store| store.inner => namespace, response_timeout, context, upkeep, reserve, begin, renew, append, finish, release, inspect, decide, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().unwrap()

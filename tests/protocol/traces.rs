@@ -342,7 +342,7 @@ impl Scripted {
 }
 
 impl Store for Scripted {
-    forward! { |store| store.inner => namespace, response_timeout, context, wait, inspect, decide, purge, list, ping }
+    forward! { |store| store.inner => namespace, response_timeout, context, append, wait, inspect, decide, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
         Arc::new(self.clone())

@@ -13,7 +13,7 @@ use std::time::Duration;
 use idem_runtime::clock::Clock;
 use idem_runtime::record::{Record, StoredResult};
 use idem_runtime::store::{
-    Action, Answers, Decision, DecisionAnswer, Filter, Finish, Inspection, Lease, Page, Release, Reservation,
+    Action, Answers, Decision, DecisionAnswer, Filter, Finish, Inspection, Journal, Lease, Page, Release, Reservation,
     ReserveRequest, StoreContext, StoreFuture, Verdict, renew_all,
 };
 use idem_runtime::testing::SimulatedClock;
@@ -290,6 +290,7 @@ pub(crate) enum Request {
     Reserve(ReserveRequest),
     Begin(Lease),
     Renew(Vec<Lease>),
+    Append(Lease, Journal),
     Finish(Lease, Finish),
     Release(Lease, Release),
     Decide(Decision),
@@ -314,6 +315,7 @@ impl Request {
             Self::Reserve(request) => store.reserve(request).await.map(Reply::Reservation),
             Self::Begin(lease) => store.begin(lease).await.map(|verdict| Reply::Writes(vec![verdict])),
             Self::Renew(leases) => renew_all(store, leases).await.map(Reply::Writes),
+            Self::Append(lease, journal) => store.append(lease, journal).await.map(write),
             Self::Finish(lease, finish) => store.finish(lease, finish).await.map(write),
             Self::Release(lease, release) => store.release(lease, *release).await.map(write),
             Self::Decide(decision) => store.decide(decision).await.map(Reply::Decided),
@@ -326,7 +328,7 @@ impl Request {
             Self::Reserve(request) => Some(&request.key),
             Self::Finish(lease, _) | Self::Release(lease, _) => Some(&lease.key),
             Self::Decide(decision) => Some(&decision.key),
-            Self::Begin(_) | Self::Renew(_) | Self::Inspect(_) => None,
+            Self::Begin(_) | Self::Renew(_) | Self::Append(..) | Self::Inspect(_) => None,
         }
     }
 
@@ -338,6 +340,8 @@ impl Request {
             Self::Renew(leases) => {
                 leases.iter().map(|it| (&it.key, OperationArgs::Renew(history.ask(it), it.attempt))).collect()
             }
+            // A journal is also a renewal.
+            Self::Append(lease, _) => vec![(&lease.key, OperationArgs::Renew(history.ask(lease), lease.attempt))],
             Self::Finish(lease, finish) => {
                 vec![(&lease.key, OperationArgs::Finish(history.ask(lease), lease.attempt, finish.clone()))]
             }
@@ -722,6 +726,10 @@ impl Store for Line {
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         StoreFuture::renewed(answer, async move { self.exchange(Request::Renew(leases.to_vec())).await.map(writes) })
+    }
+
+    fn append<'a>(&'a self, lease: &'a Lease, journal: &'a Journal) -> StoreFuture<'a, Verdict> {
+        StoreFuture::new(async move { self.exchange(Request::Append(lease.clone(), journal.clone())).await.map(one) })
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {

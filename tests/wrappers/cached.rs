@@ -500,7 +500,7 @@ impl Peculiar {
 
 impl Store for Peculiar {
     forward! {
-        |store| store.memory => namespace, response_timeout, begin, renew, finish, release, wait, decide, purge, list, ping
+        |store| store.memory => namespace, response_timeout, begin, renew, append, finish, release, wait, decide, purge, list, ping
     }
 
     fn handle(&self) -> Arc<dyn Store> {

@@ -247,6 +247,8 @@ labels! {
         Begin = "begin",
         /// [`Store::renew`](crate::Store::renew).
         Renew = "renew",
+        /// [`Store::append`](crate::Store::append).
+        Append = "append",
         /// [`Store::finish`](crate::Store::finish).
         Finish = "finish",
         /// [`Store::release`](crate::Store::release).

@@ -71,7 +71,7 @@ impl Record {
         let fingerprint = request.fingerprint.or(self.fingerprint);
         let provenance = request.provenance.after(&self.provenance);
         let with = Self::pending(request, self.attempt + 1, counted + 1, fingerprint, false, provenance);
-        Some(Admission::Replace { with, takeover })
+        Some(Admission::Replace { with: Self { journal: self.journal.clone(), ..with }, takeover })
     }
 
     /// Returns the number of attempts that count against the `max_attempts` of the next attempt. A lapsed attempt whose
@@ -117,7 +117,7 @@ impl Record {
         let provenance = request.provenance.reconciling(asked + 1);
         // The mark of the earlier attempt remains: if the reconciler crashes, the effect is still in doubt.
         let with = Self::pending(request, self.attempt + 1, self.attempts_counted() + 1, fingerprint, true, provenance);
-        Admission::Replace { with, takeover }
+        Admission::Replace { with: Self { journal: self.journal.clone(), ..with }, takeover }
     }
 
     /// Returns whether the body of `lease` may be marked as begun in this record; see

@@ -5,7 +5,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use super::format::{FormatError, millis};
-use super::{OwnerToken, Provenance, Record, State, StoredResult};
+use super::{Journal, OwnerToken, Provenance, Record, State, StoredResult};
 use crate::codec::CodecName;
 use crate::key::Fingerprint;
 use crate::policy::OnCrash;
@@ -15,7 +15,7 @@ use crate::policy::OnCrash;
 ///
 /// `codec`, `result` and `result_bytes` describe the result. A stored result sets `codec` and `result`. A result that
 /// was too large sets `result_bytes`. A result that could not be encoded sets neither `codec` nor `result` nor
-/// `result_bytes`.
+/// `result_bytes`. The `result` of an unfinished record, without a `codec`, is its journal.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Parts<'a> {
     /// Version of the parts; see [`Parts::VERSION`].
@@ -97,6 +97,9 @@ impl<'a> Parts<'a> {
             },
             State::Released | State::Interrupted => {}
         }
+        if let Some(journal) = record.journal.as_ref().filter(|_| !record.is_finished()) {
+            parts.result = Some(journal.bytes().clone());
+        }
         parts
     }
 
@@ -118,7 +121,10 @@ impl<'a> Parts<'a> {
         let time = |ms: Option<i64>| Some(Duration::from_millis(u64::try_from(ms?).ok()?));
         let text = Option::<&str>::unwrap_or_default;
         // Stores write only these combinations of codec, result and size. Any other combination is a damaged record.
-        let payload = match (self.codec, self.result, self.result_bytes) {
+        let is_finished = matches!(self.state, "completed" | "failed");
+        let (result, journal) =
+            if is_finished { (self.result, None) } else { (None, self.result.and_then(Journal::new)) };
+        let payload = match (self.codec, result, self.result_bytes) {
             (Some(codec), Some(bytes), None) => {
                 StoredResult::Encoded { codec: CodecName::new(codec.as_bytes())?, bytes }
             }
@@ -158,6 +164,7 @@ impl<'a> Parts<'a> {
             provenance: Provenance::of_texts(
                 [self.holder, self.traceparent, self.decided_by, self.decided_reason].map(text),
             ),
+            journal,
         };
         (record.attempt > 0 && record.attempts_used <= record.attempt).then_some(record)
     }
@@ -181,6 +188,7 @@ mod tests {
             fingerprint,
             state,
             provenance: Provenance::of_texts(["host/7/name", "", "alice", "INC-7"]),
+            journal: None,
         }
     }
 
@@ -200,8 +208,12 @@ mod tests {
             State::Failed(stored),
             State::Failed(StoredResult::Unencodable),
         ] {
-            let record = record(state);
+            let mut record = record(state);
             assert_eq!(Parts::of(&record).record(), Ok(record.clone()));
+            if !record.is_finished() {
+                record.journal = Journal::new("steps");
+                assert_eq!(Parts::of(&record).record(), Ok(record.clone()));
+            }
         }
     }
 

@@ -6,7 +6,7 @@
 //! | 4 | version of the format: 1 |
 //! | 5 | state: `P`ending, `R`eleased, `I`nterrupted, `C`ompleted, `F`ailed |
 //! | 6 | flags: 1 a duplicate waits for this record, 2 `on_crash = fail`, 4 has a fingerprint, 8 has a provenance, 16 the body has begun |
-//! | 7 | payload: 0 none, 1 stored, 2 too large, 3 unencodable |
+//! | 7 | payload: 0 none, 1 stored, 2 too large, 3 unencodable, 4 journal of an unfinished operation |
 //! | 8–23 | owner token |
 //! | 24–27 | attempt |
 //! | 28–31 | number of attempts that count against `max_attempts` |
@@ -15,7 +15,7 @@
 //! | 48–79 | fingerprint, if there is one |
 //! | then | pending: lease and ttl, milliseconds, 8 bytes each |
 //! | then | provenance, if any: holder, `traceparent`, operator (1 byte of length, text), reason (2 bytes of length, text) |
-//! | rest | stored: length of the codec's name (1 byte), name, result; too large: size of the result, 8 bytes |
+//! | rest | stored: length of the codec's name (1 byte), name, result; too large: size of the result, 8 bytes; journal: the journal |
 //!
 //! The two times are in milliseconds since 1970, by the store's clock. If the holder replaced the whole record, the
 //! times are by the clock of the holder's machine.
@@ -27,7 +27,7 @@ use std::time::Duration;
 use bytes::Buf;
 use bytes::Bytes;
 
-use super::{OwnerToken, Provenance, Record, State, StoredResult};
+use super::{Journal, OwnerToken, Provenance, Record, State, StoredResult};
 use crate::codec::CodecName;
 use crate::key::Fingerprint;
 use crate::policy::OnCrash;
@@ -52,6 +52,8 @@ const FLAG_FINGERPRINT: u8 = 4;
 const FLAG_PROVENANCE: u8 = 8;
 /// Flag of a pending record whose body has begun.
 const FLAG_BEGUN: u8 = 16;
+/// Tag of an unfinished record that ends with a journal.
+const TAG_JOURNAL: u8 = 4;
 
 /// Reason why bytes are not a record that this release can read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -101,13 +103,15 @@ pub(crate) fn len(record: &Record) -> usize {
 }
 
 /// Returns the bytes that identify a write of a record: its state, whether its body has begun, its owner token, attempt
-/// and counted attempts. `None` if `value` is too short.
+/// and counted attempts, and the length of the record, which each entry of the journal changes. `None` if `value` is
+/// too short.
 #[cfg(feature = "redis")]
-pub(crate) fn identity(value: &[u8]) -> Option<[u8; 26]> {
-    let mut identity = [0; 26];
+pub(crate) fn identity(value: &[u8]) -> Option<[u8; 30]> {
+    let mut identity = [0; 30];
     identity[0] = *value.get(5)?;
     identity[1] = value.get(FLAGS_AT)? & FLAG_BEGUN;
-    identity[2..].copy_from_slice(value.get(8..IDENTITY_END)?);
+    identity[2..26].copy_from_slice(value.get(8..IDENTITY_END)?);
+    identity[26..].copy_from_slice(&u32::try_from(value.len()).ok()?.to_be_bytes());
     Some(identity)
 }
 
@@ -130,7 +134,8 @@ fn room_for(record: &Record) -> usize {
         provenance if provenance.is_empty() => 0,
         provenance => 5 + provenance.texts().iter().map(|text| text.len()).sum::<usize>(),
     };
-    HEADER_BYTES + record.fingerprint.map_or(0, |_| Fingerprint::BYTES) + state + provenance
+    let journal = journal(record).map_or(0, |journal| journal.bytes().len());
+    HEADER_BYTES + record.fingerprint.map_or(0, |_| Fingerprint::BYTES) + state + provenance + journal
 }
 
 /// Appends the bytes of `record` to `out`.
@@ -144,6 +149,7 @@ pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
         State::Released | State::Interrupted => (0, 0),
         State::Completed(payload) | State::Failed(payload) => (0, tag(payload)),
     };
+    let tag = if journal(record).is_some() { TAG_JOURNAL } else { tag };
     if record.fingerprint.is_some() {
         flags |= FLAG_FINGERPRINT;
     }
@@ -181,8 +187,17 @@ pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
         State::Completed(StoredResult::TooLarge { size }) | State::Failed(StoredResult::TooLarge { size }) => {
             out.extend_from_slice(&size.to_be_bytes());
         }
-        _ => {}
+        _ => {
+            if let Some(journal) = journal(record) {
+                out.extend_from_slice(journal.bytes());
+            }
+        }
     }
+}
+
+/// Returns the journal to write: a finished record has none.
+fn journal(record: &Record) -> Option<&Journal> {
+    record.journal.as_ref().filter(|_| !record.is_finished())
 }
 
 /// Returns the byte of `state` in a record.
@@ -315,7 +330,7 @@ fn read_with(value: &[u8], len: Option<usize>, read_provenance: ReadProvenance) 
     let _times: [u8; HEADER_BYTES - IDENTITY_END] = rest.array()?;
     // Parts that the flags and the state announce.
     let fingerprint = if flags & FLAG_FINGERPRINT == 0 { None } else { Some(Fingerprint::from_bytes(rest.array()?)) };
-    let pending = (state, tag) == (b'P', 0);
+    let pending = matches!((state, tag), (b'P', 0 | TAG_JOURNAL));
     let [lease, ttl] = if pending { [rest.millis()?, rest.millis()?] } else { [Duration::ZERO; 2] };
     let provenance = if flags & FLAG_PROVENANCE == 0 {
         Provenance::NONE
@@ -324,6 +339,14 @@ fn read_with(value: &[u8], len: Option<usize>, read_provenance: ReadProvenance) 
         rest.0 = after;
         provenance
     };
+    // Journal: the rest of an unfinished record. A list, which reads the start of a record, leaves the journal out.
+    let mut journal = None;
+    if tag == TAG_JOURNAL && matches!(state, b'P' | b'R' | b'I') {
+        let written = std::mem::take(&mut rest.0);
+        if len.is_none() {
+            journal = Some(Journal::new(Bytes::copy_from_slice(written))?);
+        }
+    }
     // Result: its position if `value` is the whole record, its size if `value` is only the start of the record.
     let left_out = len.map(|len| len.checked_sub(value.len() - rest.0.len())).map(Option::unwrap_or_default);
     let mut payload_at = None;
@@ -335,21 +358,21 @@ fn read_with(value: &[u8], len: Option<usize>, read_provenance: ReadProvenance) 
         Some(payload)
     };
     let state = match (state, tag) {
-        (b'P', 0) => State::Pending {
+        (b'P', 0 | TAG_JOURNAL) => State::Pending {
             lease,
             ttl,
             on_crash: if flags & FLAG_ON_CRASH_FAIL == 0 { OnCrash::Retry } else { OnCrash::Fail },
             begun: flags & FLAG_BEGUN != 0,
         },
-        (b'R', 0) => State::Released,
-        (b'I', 0) => State::Interrupted,
+        (b'R', 0 | TAG_JOURNAL) => State::Released,
+        (b'I', 0 | TAG_JOURNAL) => State::Interrupted,
         (b'C', tag) => State::Completed(payload(tag)?),
         (b'F', tag) => State::Failed(payload(tag)?),
         _ => return None,
     };
     // Unknown flags, impossible counts of attempts and additional bytes are refused.
     let sound = attempt > 0 && starts <= attempt && flags & !known == 0 && rest.0.is_empty();
-    let record = Record { owner, attempt, attempts_used: starts, fingerprint, state, provenance };
+    let record = Record { owner, attempt, attempts_used: starts, fingerprint, state, provenance, journal };
     sound.then_some((record, payload_at))
 }
 

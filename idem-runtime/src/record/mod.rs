@@ -6,6 +6,7 @@ mod columns;
 pub(crate) mod decision;
 pub mod format;
 pub(crate) mod inspection;
+pub(crate) mod journal;
 pub(crate) mod lease;
 pub(crate) mod owner;
 pub(crate) mod provenance;
@@ -28,6 +29,7 @@ pub use self::decision::Ruling;
 pub(crate) use self::decision::{Action, Decision, DecisionAnswer};
 #[allow(unused_imports, reason = "unused without a store")]
 pub(crate) use self::inspection::Inspection;
+pub(crate) use self::journal::Journal;
 pub(crate) use self::lease::{Lease, LeaseMark};
 pub(crate) use self::owner::{OwnerToken, Owners};
 pub(crate) use self::provenance::Holder;
@@ -59,6 +61,8 @@ pub struct Record {
     /// [`max_reconciliations`](crate::Policy::max_reconciliations) and the check for a repeated decision depend on a
     /// provenance.
     pub provenance: Provenance,
+    /// Results of the steps of an unfinished operation; `None` if no step has ended.
+    pub journal: Option<Journal>,
 }
 
 /// State of an operation.
@@ -153,7 +157,7 @@ impl Record {
     /// Makes the record of attempt number `attempt` with `state`. This attempt is the first that counts against
     /// `max_attempts`.
     pub const fn new(owner: OwnerToken, attempt: u32, state: State) -> Self {
-        Self { owner, attempt, attempts_used: 1, fingerprint: None, state, provenance: Provenance::NONE }
+        Self { owner, attempt, attempts_used: 1, fingerprint: None, state, provenance: Provenance::NONE, journal: None }
     }
 
     /// Makes the record of the first attempt of a key.
@@ -170,7 +174,7 @@ impl Record {
         provenance: Provenance,
     ) -> Self {
         let state = State::Pending { lease: request.lease, ttl: request.ttl, on_crash: request.on_crash, begun };
-        Self { owner: request.owner, attempt, attempts_used: starts, fingerprint, state, provenance }
+        Self { owner: request.owner, attempt, attempts_used: starts, fingerprint, state, provenance, journal: None }
     }
 
     /// Returns the answer to `request` if the store has written this pending record for it. `takeover` is true if the
@@ -179,7 +183,7 @@ impl Record {
         // No body has begun for this request, so if the record is marked as begun, an earlier attempt set the mark.
         let in_doubt =
             request.max_reconciliations.is_some() && matches!(self.state, State::Pending { begun: true, .. });
-        Reservation::Granted { lease: self.lease(request), takeover, in_doubt }
+        Reservation::Granted { lease: self.lease(request), takeover, in_doubt, journal: self.journal.clone() }
     }
 
     /// Returns the lease that this pending record grants to `request`.
@@ -214,6 +218,7 @@ impl Record {
             fingerprint: lease.fingerprint,
             state,
             provenance: lease.provenance.clone(),
+            journal: None,
         }
     }
 
@@ -223,9 +228,18 @@ impl Record {
         self.owner == lease.owner && self.attempt == lease.attempt
     }
 
-    /// Returns the record without its result, for a list.
+    /// Returns the record without its journal if the operation has finished: its result is enough.
+    pub(crate) fn without_needless_journal(mut self) -> Self {
+        if self.is_finished() {
+            self.journal = None;
+        }
+        self
+    }
+
+    /// Returns the record without its result and its journal, for a list.
     #[cfg(feature = "memory")]
     pub(crate) fn without_result(mut self) -> Self {
+        self.journal = None;
         if let State::Completed(result) | State::Failed(result) = &mut self.state
             && let StoredResult::Encoded { codec, bytes } = result
         {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Lease, Record};
+use super::{Journal, Lease, Record};
 
 /// Answer to a [`ReserveRequest`](super::request::ReserveRequest).
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -24,6 +24,8 @@ pub enum Reservation {
         /// True if the effect of an earlier attempt is in doubt: the caller must settle the doubt before its body runs.
         /// Only a caller with a reconciler gets such a lease.
         in_doubt: bool,
+        /// Results of the steps of earlier attempts; `None` if no step has ended.
+        journal: Option<Journal>,
     },
     /// Another attempt holds the key: the duplicate waits or returns an error.
     #[non_exhaustive]

@@ -22,7 +22,7 @@ use super::Store;
 /// }
 ///
 /// impl Store for Counted {
-///     forward! { |store| store.inner => namespace, response_timeout, context, reserve, begin, renew, release, wait, inspect, decide, purge, list, ping }
+///     forward! { |store| store.inner => namespace, response_timeout, context, reserve, begin, renew, append, release, wait, inspect, decide, purge, list, ping }
 ///
 ///     fn handle(&self) -> Arc<dyn Store> {
 ///         Arc::new(self.clone())
@@ -100,6 +100,16 @@ macro_rules! __forward {
         ) -> $crate::store::StoreFuture<'a, ()> {
             let $this = self;
             $store.renew(leases, answer)
+        }
+    };
+    (@append $this:ident $store:tt) => {
+        fn append<'a>(
+            &'a self,
+            lease: &'a $crate::store::Lease,
+            journal: &'a $crate::store::Journal,
+        ) -> $crate::store::StoreFuture<'a, $crate::store::Verdict> {
+            let $this = self;
+            $store.append(lease, journal)
         }
     };
     (@finish $this:ident $store:tt) => {
@@ -180,7 +190,7 @@ macro_rules! store_of_shared {
         impl $crate::store::Store for $store {
             $crate::store::forward! {
                 |store| store.0 =>
-                handle, upkeep, namespace, response_timeout, context, reserve, begin, renew, finish, release, wait, inspect,
+                handle, upkeep, namespace, response_timeout, context, reserve, begin, renew, append, finish, release, wait, inspect,
                 decide, purge, list, ping
             }
         }
@@ -200,7 +210,7 @@ macro_rules! pointers {
         impl<S: Store + ?Sized> Store for $pointer<S> {
             forward! {
                 |store| store.as_ref() =>
-                handle, upkeep, namespace, response_timeout, context, reserve, begin, renew, finish, release, wait, inspect,
+                handle, upkeep, namespace, response_timeout, context, reserve, begin, renew, append, finish, release, wait, inspect,
                 decide, purge, list, ping
             }
         }

@@ -22,7 +22,7 @@ pub use self::context::StoreContext;
 #[cfg(feature = "postgres")]
 pub(crate) use self::context::TagCounts;
 pub(crate) use self::context::{
-    Beat, BeatGuard, Callback, FlushGuard, LastWait, LateEndGuard, LeaseStanding, Limits, Timer,
+    Beat, BeatGuard, Callback, FlushGuard, LastWait, LateEndGuard, LeaseStanding, Limits, StepClaim, StepJournal, Timer,
 };
 pub use self::error::{StoreError, StoreErrorKind};
 pub use self::ext::StoreExt;
@@ -38,6 +38,7 @@ use crate::metrics::StoreOp;
 use crate::policy::{Policy, PolicyProblem};
 pub use crate::record::decision::{Action, Decision, DecisionAnswer};
 pub use crate::record::inspection::Inspection;
+pub use crate::record::journal::{Journal, JournalError};
 pub use crate::record::lease::{Lease, LeaseMark};
 pub use crate::record::owner::OwnerToken;
 pub use crate::record::provenance::Holder;
@@ -54,10 +55,10 @@ use crate::sync::lock;
 /// - **Atomic.** [`reserve`](Store::reserve) finds or changes the record in one step; of many concurrent calls exactly
 ///   one gets [`Reservation::Granted`]. [`Record::admit`](crate::record::Record::admit) decides the effect of a
 ///   reservation on the record; the store applies that effect atomically.
-/// - **Compare-and-set.** [`begin`](Store::begin), [`renew`](Store::renew), [`finish`](Store::finish) and
-///   [`release`](Store::release) change only a pending record, and only if the call presents the record's owner token.
-///   `begin`, `renew` and `finish` also compare the number of the attempt. A refusal is an answer
-///   ([`Verdict::Refused`]), not an error.
+/// - **Compare-and-set.** [`begin`](Store::begin), [`renew`](Store::renew), [`append`](Store::append),
+///   [`finish`](Store::finish) and [`release`](Store::release) change only a pending record, and only if the call
+///   presents the record's owner token. `begin`, `renew`, `append` and `finish` also compare the number of the attempt.
+///   A refusal is an answer ([`Verdict::Refused`]), not an error.
 /// - **Repeatable.** Every operation may be repeated with the same owner token. If the first call took effect although
 ///   its answer was lost, the store recognises that effect and answers the repetition like the first call.
 /// - **Retained.** A pending record is kept for its `ttl` after its lease lapses; a finished or released record is kept
@@ -135,6 +136,20 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// # Errors
     /// [`StoreError`] holds the reason why leases have no answer. The answers that were given stay valid.
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()>;
+
+    /// Puts `journal` into the pending record, and renews the lease. The journal comes back with the reservation of the
+    /// next attempt. `finish` removes the journal; `release` and [`decide`](Store::decide) keep it unless the operation
+    /// has finished.
+    ///
+    /// Compares owner token and `lease.attempt`, like [`finish`](Store::finish). Like [`renew`](Store::renew), applies
+    /// to a lapsed lease if no other attempt has taken over. The journals of one attempt only grow, and each begins
+    /// with the bytes of the journal before it. So the store keeps the longer journal: a copy of an earlier request
+    /// that lands late changes nothing, and the answer is [`Verdict::Applied`].
+    ///
+    /// # Errors
+    /// [`StoreError`] if the store did not confirm the write, which may have taken effect if
+    /// [`StoreError::may_have_landed`] returns true. [`StoreErrorKind::TooLarge`] if the record can't hold the journal.
+    fn append<'a>(&'a self, lease: &'a Lease, journal: &'a Journal) -> StoreFuture<'a, Verdict>;
 
     /// Turns the pending record into a finished one, kept for `lease.ttl` from now, and wakes its waiters.
     ///

@@ -287,12 +287,12 @@ impl Slowness {
 /// Kind of the operations that are not part of a call; see [`kind_of`].
 const OTHERS: usize = 3;
 
-/// Returns the kind under which an operation is counted: 0 begins an attempt, 1 renews leases, 2 ends an attempt, 3
-/// does anything else.
+/// Returns the kind under which an operation is counted: 0 begins an attempt, 1 renews leases or journals steps, 2 ends
+/// an attempt, 3 does anything else.
 const fn kind_of(op: StoreOp) -> usize {
     match op {
         StoreOp::Reserve | StoreOp::Begin => 0,
-        StoreOp::Renew => 1,
+        StoreOp::Renew | StoreOp::Append => 1,
         StoreOp::Finish | StoreOp::Release => 2,
         _ => OTHERS,
     }

@@ -216,7 +216,7 @@ impl Store for CompressedInner {
         wrapper::upkeep(&self.this, &self.inner, &self.upkeep, |inner| self.options.open(inner))
     }
 
-    forward! { |store| store.inner => namespace, response_timeout, context, begin, renew, release, purge, list, ping }
+    forward! { |store| store.inner => namespace, response_timeout, context, begin, renew, append, release, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().expect("a borrowed store is alive")

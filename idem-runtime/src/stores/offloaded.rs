@@ -392,7 +392,7 @@ impl Store for OffloadedInner {
         Arc::clone(self.upkeep.get_or_init(|| options.open(self.inner.upkeep(), Arc::clone(objects)))) as _
     }
 
-    forward! { |store| store.inner => namespace, response_timeout, context, begin, renew, release, purge, list, ping }
+    forward! { |store| store.inner => namespace, response_timeout, context, begin, renew, append, release, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().expect("a borrowed store is alive")

@@ -7,8 +7,8 @@ use std::time::Duration;
 use crate::key::Key;
 use crate::record::StoredResult;
 use crate::store::{
-    Answers, Decision, DecisionAnswer, Filter, Finish, Inspection, Lease, Page, Release, Reservation, ReserveRequest,
-    Store, StoreError, StoreErrorKind, StoreFuture, Verdict, forward, renew_all,
+    Answers, Decision, DecisionAnswer, Filter, Finish, Inspection, Journal, Lease, Page, Release, Reservation,
+    ReserveRequest, Store, StoreError, StoreErrorKind, StoreFuture, Verdict, forward, renew_all,
 };
 use crate::sync::lock;
 
@@ -41,6 +41,8 @@ pub enum StoreCall {
     Begin,
     /// [`Store::renew`].
     Renew,
+    /// [`Store::append`].
+    Append,
     /// [`Store::finish`].
     Finish,
     /// [`Store::release`].
@@ -209,6 +211,10 @@ impl Store for FaultyStore {
         // The answer is lost for every lease of the call.
         let inner = move || StoreFuture::new(renew_all(&self.inner, leases));
         StoreFuture::renewed(answer, self.through(StoreCall::Renew, inner))
+    }
+
+    fn append<'a>(&'a self, lease: &'a Lease, journal: &'a Journal) -> StoreFuture<'a, Verdict> {
+        self.through(StoreCall::Append, move || self.inner.append(lease, journal))
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {

@@ -18,7 +18,7 @@ use crate::clock::{Clock, Instant};
 use crate::engine::{current, reconciliation};
 use crate::key::Key;
 use crate::record::{
-    Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict,
+    Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Release, Reservation, ReserveRequest, Verdict,
 };
 use crate::store::{
     Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture, renew_all, store_of_shared,
@@ -454,6 +454,10 @@ impl Store for WorkerInner {
         StoreFuture::renewed(answer, self.ask("renew", move |memory| StoreFuture::new(renew_all(memory, leases))))
     }
 
+    fn append<'a>(&'a self, lease: &'a Lease, journal: &'a Journal) -> StoreFuture<'a, Verdict> {
+        self.ask("append", move |memory| memory.append(lease, journal))
+    }
+
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
         self.ask("finish", move |memory| memory.finish(lease, finish))
     }
@@ -675,7 +679,7 @@ impl World {
             state.lease = state.lease.max(request.lease);
             state.reconciles |= request.max_reconciliations.is_some();
         }
-        if let Reservation::Granted { lease, takeover, in_doubt } = reservation {
+        if let Reservation::Granted { lease, takeover, in_doubt, .. } = reservation {
             let how = if *takeover { "takes over" } else { "reserves" };
             let asks = if *in_doubt { ", and asks its reconciler" } else { "" };
             self.narrate(&format!("worker {} {how} {} as attempt {}{asks}", worker.number(), lease.key, lease.attempt));

@@ -14,7 +14,7 @@ use tokio::sync::{mpsc, oneshot};
 use crate::clock::Clock;
 use crate::key::Key;
 use crate::record::{
-    Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict,
+    Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Release, Reservation, ReserveRequest, Verdict,
 };
 use crate::store::{Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture};
 
@@ -125,6 +125,12 @@ impl Store for Mailbox {
         let held = if self.asks.is_closed() { Verdict::Refused } else { Verdict::Applied };
         (0..leases.len()).for_each(|at| answer(at, held));
         StoreFuture::ready(Ok(()))
+    }
+
+    /// The engine refuses steps in a transaction: its rows and its record commit together, so no step is needed.
+    fn append<'a>(&'a self, _: &'a Lease, _: &'a Journal) -> StoreFuture<'a, Verdict> {
+        let message = "a transaction keeps no journal: its rows and its record commit together";
+        StoreFuture::ready(Err(StoreError::new(StoreErrorKind::Misconfigured, message)))
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {

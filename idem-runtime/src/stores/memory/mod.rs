@@ -20,7 +20,7 @@ use crate::clock::{Instant, as_nanos};
 use crate::combine::race;
 use crate::key::{Key, KeyHasher};
 use crate::record::{
-    Admission, Decision, DecisionAnswer, Finish, Inspection, Lease, Provenance, Record, Release, Reservation,
+    Admission, Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Provenance, Record, Release, Reservation,
     ReserveRequest, Ruling, Verdict,
 };
 use crate::store::{
@@ -311,11 +311,12 @@ impl MemoryInner {
             }
         };
         let granted = with.grant(request, takeover);
-        let provenance = with.provenance.clone();
+        let (provenance, journal) = (with.provenance.clone(), with.journal.clone());
         let slot = shard.slots.get_mut(place);
         slot.set(with, &request.key);
         slot.begin(is_first, now);
         shard.slots.set_provenance(place, provenance);
+        shard.slots.set_journal(place, journal);
         shard.date(place, ttl, now);
         shard.wake(&request.key);
         Ok(granted)
@@ -338,6 +339,9 @@ impl MemoryInner {
             return Ok(Verdict::Refused);
         }
         end(slot);
+        if with_result {
+            shard.slots.set_journal(place, None);
+        }
         shard.date(place, span(lease.ttl), now);
         shard.wake(&lease.key);
         Ok(Verdict::Applied)
@@ -394,6 +398,22 @@ impl MemoryInner {
         }
     }
 
+    fn append_one(&self, lease: &Lease, journal: &Journal, now: Nanos) -> Result<Verdict, StoreError> {
+        let mut shard = self.shard(&lease.key).lock()?;
+        let Some(place) = shard.place(&lease.key) else { return Ok(Verdict::Refused) };
+        let slot = shard.slots.get_mut(place);
+        if slot.expires_at <= now
+            || slot.owner() != lease.owner
+            || slot.attempt() != lease.attempt
+            || !slot.is_pending()
+        {
+            return Ok(Verdict::Refused);
+        }
+        slot.renew(now);
+        shard.slots.append(place, journal);
+        Ok(Verdict::Applied)
+    }
+
     /// Registers a waiting duplicate. Returns `None` if attempt number `attempt` of the key is not running.
     fn join<'a>(&'a self, key: &'a Key, attempt: u32) -> Result<Option<(Waiter<'a>, OwnedNotified)>, StoreError> {
         let now = self.now();
@@ -430,9 +450,10 @@ impl MemoryInner {
         match shard.slots.record(place).decide(decision, slot.lapses_in(now)) {
             Ruling::Answer(refused) => return Ok(refused),
             Ruling::Replace(record) => {
-                let provenance = record.provenance.clone();
+                let (provenance, journal) = (record.provenance.clone(), record.journal.clone());
                 shard.slots.get_mut(place).set(record, key);
                 shard.slots.set_provenance(place, provenance);
+                shard.slots.set_journal(place, journal);
             }
             Ruling::Remove => {
                 shard.expire(place, now);
@@ -491,6 +512,10 @@ impl Store for MemoryInner {
             }
         }
         StoreFuture::ready(outcome)
+    }
+
+    fn append<'a>(&'a self, lease: &'a Lease, journal: &'a Journal) -> StoreFuture<'a, Verdict> {
+        StoreFuture::ready(self.append_one(lease, journal, self.now()))
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {

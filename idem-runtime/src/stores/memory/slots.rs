@@ -16,7 +16,7 @@ use super::{Nanos, span};
 use crate::codec::CodecName;
 use crate::key::{Fingerprint, Key};
 use crate::policy::OnCrash;
-use crate::record::{Finish, Holder, OwnerToken, Provenance, Record, Release, State, StoredResult};
+use crate::record::{Finish, Holder, Journal, OwnerToken, Provenance, Record, Release, State, StoredResult};
 
 /// Largest number of slots whose memory a shard keeps when its last record is removed.
 const KEPT: usize = 32;
@@ -325,7 +325,7 @@ impl Slot {
         };
         let fingerprint = head.fingerprint(self.bytes());
         let (owner, attempt, attempts_used) = (self.owner, self.attempt, self.starts);
-        Record { owner, attempt, attempts_used, fingerprint, state, provenance: Provenance::NONE }
+        Record { owner, attempt, attempts_used, fingerprint, state, provenance: Provenance::NONE, journal: None }
     }
 
     /// Ends a pending attempt with a result.
@@ -429,6 +429,8 @@ pub(super) struct Slots {
     /// The provenance of each record, by the place of the record. Omits records without a provenance, and records whose
     /// provenance consists of `own` alone.
     provenances: BTreeMap<u32, Provenance>,
+    /// The journals of records that have one, by the place of the record.
+    journals: BTreeMap<u32, Journal>,
 }
 
 impl Slots {
@@ -450,7 +452,28 @@ impl Slots {
             }
             _ => Provenance::NONE,
         };
+        if !self.journals.is_empty() {
+            record.journal = self.journals.get(&place).cloned();
+        }
         record
+    }
+
+    /// Sets the journal of the record at `place`.
+    pub(super) fn set_journal(&mut self, place: u32, journal: Option<Journal>) {
+        match journal {
+            Some(journal) => drop(self.journals.insert(place, journal)),
+            None if self.journals.is_empty() => {}
+            None => drop(self.journals.remove(&place)),
+        }
+    }
+
+    /// Keeps the later one of `journal` and the journal of the record at `place`.
+    pub(super) fn append(&mut self, place: u32, journal: &Journal) {
+        let kept = match self.journals.remove(&place) {
+            Some(known) => known.later(journal.clone()),
+            None => journal.clone(),
+        };
+        self.journals.insert(place, kept);
     }
 
     /// Sets the provenance of the record at `place`.
@@ -497,6 +520,7 @@ impl Slots {
 
     pub(super) fn remove(&mut self, place: u32) {
         self.set_provenance(place, Provenance::NONE);
+        self.set_journal(place, None);
         self.slab.remove(place as usize);
         if self.slab.is_empty() && self.slab.capacity() > KEPT {
             // Frees the memory after a burst.
@@ -610,6 +634,7 @@ mod tests {
             fingerprint: None,
             state,
             provenance: Provenance::NONE,
+            journal: None,
         };
         let mut slot = Slot::new(record, &Key::new("renew", 1).unwrap(), 0, span(ttl), 0);
         for (now, lapses_at) in [(50, 150), (40, 150), (60, 160), (0, 160)] {
@@ -632,6 +657,7 @@ mod tests {
                 fingerprint: None,
                 state: State::Released,
                 provenance: Provenance::NONE,
+                journal: None,
             };
             Slot::new(record, &key, 0, ttl, 0)
         };

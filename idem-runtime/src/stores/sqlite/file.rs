@@ -14,7 +14,6 @@ use super::failure::{code, is_busy, misconfigured, not_written, unavailable};
 use super::settings::{SqliteSettings, Synchronous};
 use super::sql::{self, TableForm, Texts};
 use crate::clock::{Clock, Instant};
-use crate::record::Finish;
 use crate::store::StoreError;
 
 /// First pause between two tries to get a lock that another connection holds; the pause doubles up to
@@ -109,8 +108,8 @@ impl Database {
     }
 
     /// Returns whether a file of the largest size could hold the result, if the file held nothing else.
-    pub(super) fn holds(&self, finish: &Finish) -> bool {
-        let bytes = u64::try_from(finish.result().stored_bytes()).unwrap_or(u64::MAX);
+    pub(super) fn holds(&self, bytes: usize) -> bool {
+        let bytes = u64::try_from(bytes).unwrap_or(u64::MAX);
         self.settings.max_bytes.is_none_or(|max| bytes <= max.saturating_sub(EMPTY_FILE))
     }
 

@@ -14,8 +14,8 @@ use rusqlite::{CachedStatement, Connection, Row, Statement, ToSql, params};
 use crate::key::Key;
 use crate::record::format::FormatError;
 use crate::record::{
-    Admission, Decision, DecisionAnswer, Finish, Inspection, Lease, Parts, ReadExtent, Record, Release, Reservation,
-    ReserveRequest, Ruling, State, StoredResult, Verdict, signed_millis,
+    Admission, Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Parts, ReadExtent, Record, Release,
+    Reservation, ReserveRequest, Ruling, State, StoredResult, Verdict, signed_millis,
 };
 use crate::store::{Cursor, Filter, Page};
 
@@ -202,6 +202,7 @@ enum Sql {
     Release,
     Begin,
     Renew,
+    Append,
     Decide,
     Forget,
     Due,
@@ -213,7 +214,7 @@ enum Sql {
 }
 
 impl Sql {
-    const ALL: [Self; 18] = [
+    const ALL: [Self; 19] = [
         Self::Insert,
         Self::Replace,
         Self::Select,
@@ -224,6 +225,7 @@ impl Sql {
         Self::Release,
         Self::Begin,
         Self::Renew,
+        Self::Append,
         Self::Decide,
         Self::Forget,
         Self::Due,
@@ -250,7 +252,7 @@ impl Sql {
                 r#"UPDATE "{table}" SET owner = ?2, format = ?3, state = ?4, attempt = ?5, attempts_used = ?6, fingerprint = ?7,
                 on_crash_fail = ?8, begun = ?19, lease_ms = ?9, ttl_ms = ?10, lapses_at = ?11, expires_at = ?12, holder = ?13,
                 traceparent = ?14, decided_by = ?15, decided_reason = ?16, began_at = ?17,
-                first_seen_at = coalesce(?18, first_seen_at), codec = NULL, result_bytes = NULL, result = NULL WHERE key = ?1"#
+                first_seen_at = coalesce(?18, first_seen_at), codec = NULL, result_bytes = NULL, result = ?20 WHERE key = ?1"#
             ),
             Self::Select => format!(r#"SELECT {ANSWER}, result, {REST} FROM "{table}" WHERE key = ?1"#),
             Self::Stored => format!(r#"SELECT {} FROM "{table}" WHERE key = ?1"#, COLUMNS.join(", ")),
@@ -285,6 +287,11 @@ impl Sql {
             // `max`: a renewal never shortens a confirmed lease, even if the clock steps back.
             Self::Renew => format!(
                 r#"UPDATE "{table}" SET lapses_at = max(lapses_at, ?5), expires_at = max(expires_at, ?6) WHERE {held}"#
+            ),
+            // A longer journal is a later one: a late copy of an earlier request must not replace it.
+            Self::Append => format!(
+                r#"UPDATE "{table}" SET lapses_at = max(lapses_at, ?5), expires_at = max(expires_at, ?6),
+                result = iif(ifnull(length(result), 0) < length(?7), ?7, result) WHERE {held}"#
             ),
             Self::Decide => format!(
                 r#"UPDATE "{table}" SET owner = ?2, state = ?3, attempts_used = ?4,
@@ -493,6 +500,7 @@ impl<'c> Table<'c> {
             traceparent,
             decided_by,
             decided_reason,
+            result: journal,
             ..
         } = Parts::of(record);
         // The times of the record. An `Insert` also sets `listed_at`; a `Replace` does not change `listed_at`.
@@ -502,7 +510,9 @@ impl<'c> Table<'c> {
         // If the attempt finishes as planned, the record expires no earlier than `listed_at`, so the completion changes
         // no index.
         let listed_at = listed_in.map(|ttl| after(now, ttl));
-        // The parameters of `Insert`, in order. `Replace` takes the same parameters without the last one.
+        // `Replace` has the same parameters as `Insert`, but the journal in place of `listed_at`.
+        let journal = journal.as_deref();
+        let last: &dyn ToSql = if listed_at.is_some() { &listed_at } else { &journal };
         let columns: [&dyn ToSql; 20] = [
             &key.as_str(),
             &owner,
@@ -523,10 +533,9 @@ impl<'c> Table<'c> {
             &now,
             &first_seen_at,
             &begun,
-            &listed_at,
+            last,
         ];
-        let count = columns.len() - usize::from(listed_at.is_none());
-        Ok(self.sql(sql)?.execute(&columns[..count])? == 1)
+        Ok(self.sql(sql)?.execute(&columns[..])? == 1)
     }
 
     /// Ends the attempt with a result.
@@ -570,6 +579,18 @@ impl<'c> Table<'c> {
     /// Restarts the lease and the retention.
     pub(crate) fn renew(&mut self, lease: &Lease, now: i64) -> Result<Verdict, Trouble> {
         self.keep(Sql::Renew, lease, now)
+    }
+
+    /// Puts the journal into the record, and restarts the lease and the retention.
+    pub(crate) fn append(&mut self, lease: &Lease, journal: &Journal, now: i64) -> Result<Verdict, Trouble> {
+        let journal = &journal.bytes()[..];
+        if journal.len() > MAX_RESULT_BYTES {
+            return Err(Trouble::TooLarge(journal.len()));
+        }
+        let (key, owner, lapses_at) = (lease.key.as_str(), &lease.owner.as_bytes()[..], after(now, lease.duration));
+        let columns = params![key, owner, now, lease.attempt, lapses_at, after(lapses_at, lease.ttl), journal];
+        let kept = self.sql(Sql::Append)?.execute(columns)?;
+        Ok(if kept == 1 { Verdict::Applied } else { Verdict::Refused })
     }
 
     fn keep(&mut self, sql: Sql, lease: &Lease, now: i64) -> Result<Verdict, Trouble> {

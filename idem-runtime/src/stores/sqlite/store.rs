@@ -14,7 +14,7 @@ use crate::clock::Clock;
 use crate::combine::race;
 use crate::key::Key;
 use crate::record::{
-    Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, Verdict,
+    Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Release, Reservation, ReserveRequest, Verdict,
 };
 use crate::store::{
     Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
@@ -215,6 +215,10 @@ impl Store for SqliteInner {
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move { self.core().renew(self.lane, leases, answer).await })
+    }
+
+    fn append<'a>(&'a self, lease: &'a Lease, journal: &'a Journal) -> StoreFuture<'a, Verdict> {
+        StoreFuture::new(self.write(SqliteRequest::Append(lease.clone(), journal.clone())))
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {

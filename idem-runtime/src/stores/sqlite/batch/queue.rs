@@ -9,7 +9,8 @@ use tokio::sync::{mpsc, oneshot};
 use crate::clock::Instant;
 use crate::key::Key;
 use crate::record::{
-    Decision, DecisionAnswer, Finish, Inspection, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict,
+    Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Release, Reservation, ReserveRequest, StoredResult,
+    Verdict,
 };
 use crate::store::{Filter, Page, StoreError, StoreErrorKind};
 use crate::sync::lock;
@@ -27,6 +28,7 @@ pub(in super::super) enum SqliteRequest {
     Reserve(ReserveRequest, bool),
     Begin(Lease),
     Renew(Lease),
+    Append(Lease, Journal),
     Finish(Lease, Finish),
     Release(Lease, Release),
     Decide(Decision),
@@ -40,6 +42,7 @@ impl SqliteRequest {
     pub(super) fn bytes(&self) -> usize {
         match self {
             Self::Finish(_, finish) => finish.result().stored_bytes(),
+            Self::Append(_, journal) => journal.bytes().len(),
             Self::Decide(decision) => decision.result().map_or(0, StoredResult::stored_bytes),
             _ => 0,
         }

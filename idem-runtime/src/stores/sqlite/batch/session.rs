@@ -370,9 +370,10 @@ impl<'c> Session<'c> {
             SqliteRequest::Reserve(request, _) => Answer::Reservation(table.reserve(request, now)?),
             SqliteRequest::Begin(lease) => Answer::Write(table.begin(lease, now)?),
             SqliteRequest::Renew(lease) => Answer::Write(table.renew(lease, now)?),
-            SqliteRequest::Finish(_, finish) if !self.state.database.holds(finish) => {
-                return Err(Trouble::TooLarge(finish.result().stored_bytes()));
+            SqliteRequest::Finish(..) | SqliteRequest::Append(..) if !self.state.database.holds(op.ask.bytes()) => {
+                return Err(Trouble::TooLarge(op.ask.bytes()));
             }
+            SqliteRequest::Append(lease, journal) => Answer::Write(table.append(lease, journal, now)?),
             SqliteRequest::Finish(lease, finish) => Answer::Write(table.finish(lease, finish, now)?),
             SqliteRequest::Release(lease, release) => Answer::Write(table.release(lease, *release, now)?),
             SqliteRequest::Decide(decision) => Answer::Decided(table.decide(decision, now)?),

@@ -1,0 +1,265 @@
+//! Journals: the results of a handler's steps, kept in the record until the operation has finished.
+//!
+//! Bytes of a journal in version 1. Integers are big-endian.
+//!
+//! | bytes | content |
+//! |---|---|
+//! | 1 | version of the journal: 1 |
+//! | then, for each step | length of the name (2 bytes), name, number of the attempt (4 bytes), 1 if a fingerprint of the inputs follows, fingerprint |
+//! | then | value: 1 stored, 2 too large, 3 unencodable |
+//! | then | stored: length of the codec's name (1 byte), name, length of the value (4 bytes), value; too large: size of the value (8 bytes) |
+
+use std::fmt;
+use std::sync::Arc;
+
+use bytes::{Buf, Bytes};
+
+use super::StoredResult;
+use crate::codec::CodecName;
+use crate::key::Fingerprint;
+
+/// Version of the journals that this release writes.
+const VERSION: u8 = 1;
+const STORED: u8 = 1;
+const TOO_LARGE: u8 = 2;
+const UNENCODABLE: u8 = 3;
+/// Longest name of a step, in bytes.
+pub(crate) const MAX_STEP_NAME_BYTES: usize = 256;
+
+/// Written form of a journal, as a store keeps it in the record of an unfinished operation.
+///
+/// A store compares only lengths: each journal of one attempt begins with the bytes of the journal before it, so the
+/// longer of two journals is the later one. The engine reads the content.
+// One pointer: a record without a journal, which is almost every record, is moved often.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Journal(Arc<Bytes>);
+
+impl Journal {
+    /// Makes a journal of its written form; `None` if `bytes` is empty.
+    pub fn new(bytes: impl Into<Bytes>) -> Option<Self> {
+        let bytes = bytes.into();
+        (!bytes.is_empty()).then(|| Self(Arc::new(bytes)))
+    }
+
+    /// Returns the written form.
+    pub fn bytes(&self) -> &Bytes {
+        &self.0
+    }
+
+    /// Returns the later journal of `self` and `other`, two journals that one attempt has sent to the store.
+    #[must_use]
+    pub fn later(self, other: Self) -> Self {
+        if other.0.len() > self.0.len() { other } else { self }
+    }
+
+    /// Reads the entries, in the order in which the steps ended.
+    pub(crate) fn entries(&self) -> Result<Vec<JournalEntry>, JournalError> {
+        let mut rest = self.0.slice(1..);
+        match self.0[0] {
+            VERSION => {}
+            0 => return Err(JournalError::Damaged),
+            later => return Err(JournalError::LaterVersion(later)),
+        }
+        let mut entries = Vec::new();
+        while !rest.is_empty() {
+            entries.push(JournalEntry::read(&mut rest).ok_or(JournalError::Damaged)?);
+        }
+        Ok(entries)
+    }
+}
+
+/// Writes the size of a journal, never its content: payloads must not reach logs.
+impl fmt::Debug for Journal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Journal({} bytes)", self.0.len())
+    }
+}
+
+/// Reason why a journal can't be read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum JournalError {
+    /// A later release of this library wrote the journal.
+    LaterVersion(u8),
+    /// The journal is damaged.
+    Damaged,
+}
+
+impl fmt::Display for JournalError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::LaterVersion(version) => write!(
+                f,
+                "the journal has version {version}, and this release reads version {VERSION}; upgrade this process"
+            ),
+            Self::Damaged => f.write_str("the journal is damaged"),
+        }
+    }
+}
+
+impl std::error::Error for JournalError {}
+
+/// Result of one step.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct JournalEntry {
+    pub(crate) name: Box<str>,
+    /// Number of the attempt that ran the step.
+    pub(crate) attempt: u32,
+    /// Fingerprint of the inputs of the step, if it has one.
+    pub(crate) inputs: Option<Fingerprint>,
+    /// Value of the step, or the reason why no value is stored.
+    pub(crate) value: StoredResult,
+}
+
+impl JournalEntry {
+    fn read(rest: &mut Bytes) -> Option<Self> {
+        let length = rest.try_get_u16().ok()?.into();
+        let name = taken(rest, length)?;
+        let name = std::str::from_utf8(&name).ok()?.into();
+        let attempt = rest.try_get_u32().ok()?;
+        let inputs = match rest.try_get_u8().ok()? {
+            0 => None,
+            1 => Some(Fingerprint::from_bytes(taken(rest, Fingerprint::BYTES)?[..].try_into().ok()?)),
+            _ => return None,
+        };
+        let value = match rest.try_get_u8().ok()? {
+            STORED => {
+                let length = rest.try_get_u8().ok()?.into();
+                let codec = CodecName::new(&taken(rest, length)?)?;
+                let length = rest.try_get_u32().ok()?;
+                StoredResult::Encoded { codec, bytes: taken(rest, usize::try_from(length).ok()?)? }
+            }
+            TOO_LARGE => StoredResult::TooLarge { size: rest.try_get_u64().ok()? },
+            UNENCODABLE => StoredResult::Unencodable,
+            _ => return None,
+        };
+        Some(Self { name, attempt, inputs, value })
+    }
+
+    fn write(&self, out: &mut Vec<u8>) {
+        let name = self.name.as_bytes();
+        out.extend_from_slice(&u16::try_from(name.len()).unwrap_or_default().to_be_bytes());
+        out.extend_from_slice(name);
+        out.extend_from_slice(&self.attempt.to_be_bytes());
+        match &self.inputs {
+            None => out.push(0),
+            Some(inputs) => {
+                out.push(1);
+                out.extend_from_slice(inputs.as_bytes());
+            }
+        }
+        match &self.value {
+            StoredResult::Encoded { codec, bytes } => {
+                let codec = codec.as_str().as_bytes();
+                out.extend_from_slice(&[STORED, u8::try_from(codec.len()).unwrap_or_default()]);
+                out.extend_from_slice(codec);
+                out.extend_from_slice(&u32::try_from(bytes.len()).unwrap_or_default().to_be_bytes());
+                out.extend_from_slice(bytes);
+            }
+            StoredResult::TooLarge { size } => {
+                out.push(TOO_LARGE);
+                out.extend_from_slice(&size.to_be_bytes());
+            }
+            // `Unreadable` and `LeftOut` are never written.
+            StoredResult::Unencodable | StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. } => {
+                out.push(UNENCODABLE);
+            }
+        }
+    }
+}
+
+fn taken(rest: &mut Bytes, length: usize) -> Option<Bytes> {
+    (length <= rest.len()).then(|| rest.split_to(length))
+}
+
+/// A journal that grows.
+#[derive(Debug, Default)]
+pub(crate) struct JournalWriter {
+    bytes: Vec<u8>,
+    entries: usize,
+}
+
+impl JournalWriter {
+    /// Makes a writer that continues `journal`.
+    pub(crate) fn after(journal: &Journal) -> Self {
+        Self { bytes: journal.bytes().to_vec(), entries: journal.entries().map_or(0, |entries| entries.len()) }
+    }
+
+    pub(crate) fn add(&mut self, entry: &JournalEntry) {
+        if self.bytes.is_empty() {
+            self.bytes.push(VERSION);
+        }
+        entry.write(&mut self.bytes);
+        self.entries += 1;
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.bytes.len()
+    }
+
+    pub(crate) fn entries(&self) -> usize {
+        self.entries
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entries() -> Vec<JournalEntry> {
+        let inputs = Some(Fingerprint::from_bytes([7; Fingerprint::BYTES]));
+        let stored = StoredResult::Encoded { codec: CodecName::new(b"json").unwrap(), bytes: Bytes::from_static(b"1") };
+        [(None, stored), (inputs, StoredResult::TooLarge { size: 7 }), (None, StoredResult::Unencodable)]
+            .into_iter()
+            .enumerate()
+            .map(|(at, (inputs, value))| JournalEntry { name: format!("step {at}").into(), attempt: 3, inputs, value })
+            .collect()
+    }
+
+    fn journal(entries: &[JournalEntry]) -> Journal {
+        let mut writer = JournalWriter::default();
+        for entry in entries {
+            writer.add(entry);
+        }
+        Journal::new(writer.bytes().to_vec()).unwrap()
+    }
+
+    #[test]
+    fn a_journal_is_read_back_as_written() {
+        let entries = entries();
+        assert_eq!(journal(&entries).entries(), Ok(entries.clone()));
+        let mut writer = JournalWriter::after(&journal(&entries[..1]));
+        for entry in &entries[1..] {
+            writer.add(entry);
+        }
+        assert_eq!(Journal::new(writer.bytes().to_vec()), Some(journal(&entries)));
+    }
+
+    #[test]
+    fn a_journal_that_is_cut_or_altered_is_never_read_as_shorter() {
+        let entries = entries();
+        let whole = journal(&entries);
+        let ends: Vec<_> = (0..=entries.len()).map(|n| journal_len(&entries[..n])).collect();
+        for len in 1..whole.bytes().len() {
+            // A journal that ends after a whole entry is a journal; a store compares the length of the record.
+            let cut = Journal::new(whole.bytes().slice(..len)).unwrap();
+            assert_eq!(cut.entries().is_ok(), ends.contains(&len), "{len}");
+        }
+        let later = Journal::new([&[2], &whole.bytes()[1..]].concat()).unwrap();
+        assert_eq!(later.entries(), Err(JournalError::LaterVersion(2)));
+        let zero = Journal::new(vec![0]).unwrap();
+        assert_eq!(zero.entries(), Err(JournalError::Damaged));
+    }
+
+    fn journal_len(entries: &[JournalEntry]) -> usize {
+        let mut writer = JournalWriter::default();
+        for entry in entries {
+            writer.add(entry);
+        }
+        writer.len().max(1)
+    }
+}
