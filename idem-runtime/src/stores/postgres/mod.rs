@@ -45,7 +45,8 @@ use crate::key::Key;
 use crate::kit::looks::{LOOKS, looked_in_vain, pause_before};
 use crate::kit::per_runtime::{Here, PerRuntime};
 use crate::record::{
-    Decision, DecisionAnswer, Finish, Inspection, Lease, Record, Release, Reservation, ReserveRequest, State, Verdict,
+    Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Record, Release, Reservation, ReserveRequest, State,
+    Verdict,
 };
 use crate::store::{
     Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture, TagCounts, store_of_shared,
@@ -130,8 +131,9 @@ fn held_by_another(key: &Key, attempt: u32) -> Reservation {
 /// - *Limits*: keys up to [`Key::MAX_BYTES`], results up to `max_result_bytes`, and never more than 1 GB. Only
 ///   [`purge`](Store::purge) and [`purge_every`](PostgresOptions::purge_every) delete the rows of expired records.
 /// - *Cost*: two statements for a first run, one for a replay or a running attempt. Statements of concurrent tasks are
-///   sent together and share one commit. A lone statement never waits, and a result over 8 KB has its own statement. A
-///   heartbeat is one statement for up to 500 leases. The server compresses large results, with lz4 if it supports lz4.
+///   sent together and share one commit. A lone statement never waits, and a result over 8 KB has its own statement. So
+///   has each journal that [`append`](Store::append) writes. A heartbeat is one statement for up to 500 leases. The
+///   server compresses large results, with lz4 if it supports lz4.
 ///
 /// [`ensure_schema`](PostgresOptions::ensure_schema) creates the table, or your own migrations do, from
 /// [`schema_sql`](PostgresStore::schema_sql). Clones share the connections. Each tokio runtime that uses the store has
@@ -316,6 +318,24 @@ impl PostgresInner {
         Err(locked_or_changing(StoreErrorKind::Unavailable))
     }
 
+    /// Puts `journal` into the record of `lease`, and renews the lease.
+    async fn try_append(&self, lease: &Lease, journal: &Journal) -> Result<Verdict, StoreError> {
+        sql::check_journal(journal)?;
+        for look in 0..LOOKS {
+            pause_before(look, &*self.common.clock).await;
+            let here = self.here()?;
+            if Box::pin(here.server.sql.append_pending(&*here.server, lease, journal)).await? {
+                return Ok(Verdict::Applied);
+            }
+            let found = Box::pin(self.look(&lease.key)).await?.map(|found| found.record);
+            // If the attempt is still pending, another session has locked the row, so the loop tries again.
+            if !found.is_some_and(|found| found.is_pending() && found.is_of(lease)) {
+                return Ok(Verdict::Refused);
+            }
+        }
+        Err(locked_or_changing(StoreErrorKind::Unavailable))
+    }
+
     async fn try_reserve(&self, request: &ReserveRequest) -> Result<Reservation, StoreError> {
         for look in 0..LOOKS {
             pause_before(look, &*self.common.clock).await;
@@ -329,7 +349,7 @@ impl PostgresInner {
                 LookupResult::Unseen => return Ok(held_by_another(&request.key, 1)),
                 LookupResult::LeftOut => {
                     let here = self.here()?;
-                    // Boxed: most calls don't read a result separately, but would carry the size of this future inline.
+                    // Boxed: most calls don't read a record separately, but would carry the size of this future inline.
                     match Box::pin(here.server.sql.look_at(&*here.server, request.key.as_str())).await? {
                         Some(found) => found,
                         None => continue,
@@ -606,6 +626,10 @@ impl Store for PostgresInner {
             });
             all(&mut halves).await.into_iter().collect()
         })
+    }
+
+    fn append<'a>(&'a self, lease: &'a Lease, journal: &'a Journal) -> StoreFuture<'a, Verdict> {
+        StoreFuture::new(self.try_append(lease, journal))
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {

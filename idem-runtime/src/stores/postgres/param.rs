@@ -14,7 +14,7 @@ use crate::kit::metered::SENT_IN_TIME;
 pub(super) enum Effect {
     Reads,
     Writes,
-    /// Writes a result of this many bytes.
+    /// Writes a result or a journal of this many bytes.
     Records(usize),
 }
 

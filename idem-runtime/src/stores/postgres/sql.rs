@@ -20,8 +20,8 @@ use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
 use super::param::{Effect, HiddenParam};
 use crate::record::format::FormatError;
 use crate::record::{
-    Admission, Decision, DecisionAnswer, Inspection, Parts, ReadExtent, Record, Reservation, ReserveRequest, Ruling,
-    State, StoredResult, signed_millis,
+    Admission, Decision, DecisionAnswer, Inspection, Journal, Lease, Parts, ReadExtent, Record, Reservation,
+    ReserveRequest, Ruling, State, StoredResult, signed_millis,
 };
 use crate::store::{Cursor, Filter, Page, Standing, StoreError, StoreErrorKind};
 
@@ -31,7 +31,7 @@ pub(super) const SCHEMA: &str = "idem";
 pub(super) const TABLE_VERSION: &str = "idem 1";
 /// Longest name of a schema, in bytes: the name of a channel is `idem:` and the schema, and has 63 bytes at most.
 pub(super) const MAX_SCHEMA_BYTES: usize = 58;
-/// Largest result, in bytes. PostgreSQL limits a value, and the message that carries it, to less than 1 GiB.
+/// Largest result or journal, in bytes. PostgreSQL limits a value, and the message that carries it, to less than 1 GiB.
 const MAX_RESULT_BYTES: usize = 1_000_000_000;
 /// A thousand years, in milliseconds: longer than any policy allows, and far from the end of PostgreSQL's calendar.
 const MAX_MILLIS: i64 = 1000 * 366 * 86_400_000;
@@ -99,9 +99,17 @@ pub(super) fn ensure(schema: &str, partitions: u16) -> String {
 
 /// Refuses a result that no row can hold.
 pub(super) fn check_size(result: &StoredResult) -> Result<(), StoreError> {
-    let bytes = result.stored_bytes();
+    check_bytes("result", result.stored_bytes())
+}
+
+/// Refuses a journal that no row can hold.
+pub(super) fn check_journal(journal: &Journal) -> Result<(), StoreError> {
+    check_bytes("journal", journal.bytes().len())
+}
+
+fn check_bytes(value: &str, bytes: usize) -> Result<(), StoreError> {
     if bytes > MAX_RESULT_BYTES {
-        let message = format!("the result has {bytes} bytes, a row holds {MAX_RESULT_BYTES}");
+        let message = format!("the {value} has {bytes} bytes, a row holds {MAX_RESULT_BYTES}");
         return Err(StoreError::new(StoreErrorKind::TooLarge, message));
     }
     Ok(())
@@ -143,18 +151,21 @@ pub(super) struct Statements {
     pub(super) look: Statement,
     /// Returns the columns that answer a reservation, if there is a record. Parameters: `key`.
     pub(super) answer: Statement,
-    /// Returns the records of the keys, without results of more than [`IN_A_BATCH`] bytes. Parameters: `keys`.
+    /// Returns the records of the keys, without results and journals of more than [`IN_A_BATCH`] bytes. Parameters:
+    /// `keys`.
     pub(super) look_many: Statement,
     /// Makes a record, or returns the existing record. Parameters: [`RESERVE`].
     pub(super) reserve: Statement,
-    /// Works like `reserve`, without results of more than [`IN_A_BATCH`] bytes. Parameters: arrays of [`RESERVE`].
+    /// Works like `reserve`, without results and journals of more than [`IN_A_BATCH`] bytes. Parameters: arrays of
+    /// [`RESERVE`].
     pub(super) reserve_many: Statement,
     /// Works like `reserve` inside the user's transaction, unless another transaction holds the key. The statement
     /// always returns one row; see [`WithinAnswer`]. Parameters: [`RESERVE`].
     pub(super) reserve_within: Statement,
-    /// Replaces a record by the record of a new attempt, if the replaced record is unchanged since it was read.
+    /// Replaces a record by the record of a new attempt, if the replaced record is unchanged since it was read. The
+    /// journal stays, unless the replaced record has expired. Parameters: [`REPLACE`].
     pub(super) replace: Statement,
-    /// Ends an attempt. Parameters: [`END`].
+    /// Ends an attempt. A release keeps the journal, a result replaces it. Parameters: [`END`].
     pub(super) end: Statement,
     /// Ends many attempts. Parameters: arrays of [`END`].
     pub(super) end_many: Statement,
@@ -163,6 +174,9 @@ pub(super) struct Statements {
     pub(super) renew: Statement,
     /// Renews leases, and notes that the bodies of the attempts begin. Parameters: as for `renew`.
     pub(super) begin: Statement,
+    /// Renews a lease, and puts a journal into its record, unless the record has a journal of the same length or a
+    /// longer one. Returns a row if the lease was renewed. Parameters: [`APPEND`].
+    pub(super) append: Statement,
     /// Returns the indexes of the leases that their attempts still hold. If such a lease was not renewed, another
     /// session had locked its row. Parameters: as for `renew`.
     pub(super) held: Statement,
@@ -201,8 +215,8 @@ pub(super) struct Statements {
     pub(super) check: Statement,
 }
 
-/// Size of a result, in bytes, above which a statement that reads many records leaves the result out, to limit the size
-/// of its answer. A separate statement then reads each such result.
+/// Size of a result or of a journal, in bytes, above which a statement that reads many records leaves it out, to limit
+/// the size of its answer. A separate statement then reads each such record.
 const IN_A_BATCH: usize = 4096;
 /// Columns that answer a reservation, in this order.
 const ANSWER: &str = "r.format, r.state, r.owner, r.attempt, r.attempts_used, r.fingerprint, r.on_crash_fail, r.lease_ms, \
@@ -227,7 +241,7 @@ pub(super) enum Columns {
 const REST_AT: usize = 20;
 /// Index of the key in a row where the key follows [`ANSWER`].
 const KEY_OF_MANY_AT: usize = 20;
-/// Index of the flag for a result that was left out, in a statement that reads many records.
+/// Index of the flag for a result or journal that was left out, in a statement that reads many records.
 const LEFT_OUT_AT: usize = 21;
 /// Index of the key in a row where the key follows [`ANSWER`] and [`REST`].
 const KEY_AT: usize = 22;
@@ -264,7 +278,10 @@ const END_MANY: [Type; 9] = [
     Type::INT8_ARRAY,
     Type::INT8_ARRAY,
 ];
-const REPLACE: [Type; 18] = [
+/// Parameters of an append: key, owner, attempt and journal.
+const APPEND: [Type; 4] = [Type::TEXT, Type::BYTEA, Type::INT8, Type::BYTEA];
+/// Parameters of a replacement; see [`Statements::replace_met`].
+const REPLACE: [Type; 19] = [
     Type::TEXT,
     Type::BYTEA,
     Type::BYTEA,
@@ -283,6 +300,7 @@ const REPLACE: [Type; 18] = [
     Type::TEXT,
     Type::BOOL,
     Type::BOOL,
+    Type::INT8,
 ];
 
 /// Parameters of a decision: key, new owner, state, attempts used, codec, result and its size, then the second to sixth
@@ -362,11 +380,15 @@ impl Statements {
             )
         };
         let (free_one, free_many) = (free("(VALUES ($1)) AS a (key)"), free("unnest($1) AS a (key)"));
+        // The column `result` of a record in one of these states holds the journal.
+        let unfinished = "('pending', 'released', 'interrupted')";
         // For a release, `u.attempt` is null: its caller may not know the attempt's number, so no number is compared.
+        // A release keeps the journal for the next attempt. The result of a finished operation replaces the journal.
         let end = |from: &str, free: &str| {
             format!(
                 "UPDATE {table} AS r SET state = u.state, attempts_used = greatest(r.attempts_used - u.refund, 0), \
-                 on_crash_fail = (u.state = 'interrupted'), begun = false, lease_ms = NULL, ttl_ms = NULL, codec = u.codec, result = u.result, \
+                 on_crash_fail = (u.state = 'interrupted'), begun = false, lease_ms = NULL, ttl_ms = NULL, codec = u.codec, \
+                 result = CASE WHEN u.state IN {unfinished} THEN r.result ELSE u.result END, \
                  result_bytes = u.result_bytes, lapses_at = {now}, expires_at = {now} + {ttl}, \
                  listed_at = least(r.listed_at, {now} + {ttl}) FROM {from} \
                  AS u (key, owner, state, refund, codec, result, result_bytes, ttl_ms, attempt) \
@@ -400,16 +422,20 @@ impl Statements {
             make("(VALUES ($1, $2, $3, $4, $5, $6, $7, $8))", "(SELECT is_held FROM held)"),
         );
         // A new attempt replaces a record that is unchanged since it was read, in three cases: the record has expired,
-        // its lease has lapsed, or its attempt has ended.
+        // its lease has lapsed, or its attempt has ended. The caller of the new attempt gets the journal that was read,
+        // so the statement also compares the length of the journal: an append changes neither owner nor attempt. An
+        // expired record may have a result in place of a journal, and the new attempt gets neither.
         let replace = format!(
             "UPDATE {table} AS r SET owner = $2, fingerprint = $3, on_crash_fail = $4, lease_ms = $5, ttl_ms = $6, \
-             attempt = $7, attempts_used = $8, state = 'pending', begun = $18, codec = NULL, result = NULL, result_bytes = NULL, \
+             attempt = $7, attempts_used = $8, state = 'pending', begun = $18, codec = NULL, result_bytes = NULL, \
+             result = CASE WHEN $12 THEN NULL ELSE r.result END, \
              holder = $13, traceparent = $14, decided_by = $15, decided_reason = $16, began_at = {now}, \
              first_seen_at = CASE WHEN $12 THEN {now} ELSE r.first_seen_at END, \
              lapses_at = {now} + {}, expires_at = {now} + {}, listed_at = least(r.listed_at, {now} + {}) \
              WHERE r.key = $1 AND r.format = {VERSION} AND r.owner = $9 AND r.attempt = $10 AND r.state = $11 AND r.begun = $17 AND \
              CASE WHEN $12 THEN r.expires_at <= {now} \
-             ELSE r.expires_at > {now} AND (r.state <> 'pending' OR r.lapses_at <= {now}) END AND {free_one} RETURNING {wake}",
+             ELSE r.expires_at > {now} AND (r.state <> 'pending' OR r.lapses_at <= {now}) \
+             AND coalesce(octet_length(r.result), 0) = $19 END AND {free_one} RETURNING {wake}",
             ms("$5"),
             ms("$5 + $6"),
             ms("$6"),
@@ -434,6 +460,16 @@ impl Statements {
             ms("r.lease_ms"),
             ms("r.lease_ms + r.ttl_ms"),
         );
+        // A longer journal is a later one: a late copy of an earlier request must not replace it. The server knows the
+        // length of a stored journal without reading its content.
+        let append = format!(
+            "UPDATE {table} AS r SET lapses_at = greatest(r.lapses_at, {now} + {}), \
+             expires_at = greatest(r.expires_at, {now} + {}), \
+             result = CASE WHEN coalesce(octet_length(r.result), 0) < octet_length($4) THEN $4 ELSE r.result END \
+             FROM (VALUES ($1, $2, $3)) AS u (key, owner, attempt) WHERE {held} AND {free_one} RETURNING true",
+            ms("r.lease_ms"),
+            ms("r.lease_ms + r.ttl_ms"),
+        );
         let held = format!("SELECT u.place FROM {asked} JOIN {table} AS r ON {held}");
         let pending = format!("r.key = $1 AND r.attempt = $2 AND r.state = 'pending' AND {there}");
         let mark = format!(
@@ -454,8 +490,11 @@ impl Statements {
                 first + 4,
             )
         };
+        // A decision that does not finish the operation keeps the journal, to which the attempt may have appended since
+        // the record was read. If the record has finished, its column holds a result, which must not become a journal.
         let decide = format!(
-            "UPDATE {table} AS r SET owner = $2, state = $3, attempts_used = $4, codec = $5, result = $6, \
+            "UPDATE {table} AS r SET owner = $2, state = $3, attempts_used = $4, codec = $5, \
+             result = CASE WHEN $3 IN {unfinished} AND r.state IN {unfinished} THEN r.result ELSE $6 END, \
              result_bytes = $7, on_crash_fail = ($3 = 'interrupted'), begun = false, lease_ms = NULL, ttl_ms = NULL, decided_by = $13, \
              decided_reason = $14 WHERE {} RETURNING {wake}",
             met(8, 15),
@@ -532,6 +571,7 @@ impl Statements {
             end_many: statement(end("unnest($1, $2, $3, $4, $5, $6, $7, $8, $9)", &free_many), &END_MANY),
             renew: statement(renew, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY]),
             begin: statement(begin, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY]),
+            append: statement(append, &APPEND),
             held: statement(held, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY]),
             mark: statement(mark, by_attempt),
             is_pending: statement(is_pending, by_attempt),
@@ -644,7 +684,8 @@ impl Statements {
         with: &Record,
     ) -> Result<bool, A::Error> {
         let (parts, seen) = (Parts::of(with), Parts::of(&met.record));
-        let params: [&(dyn ToSql + Sync); 18] = [
+        let journal = met.record.journal.as_ref().map_or(0, |journal| journal.bytes().len());
+        let params: [&(dyn ToSql + Sync); 19] = [
             &request.key.as_str(),
             &HiddenParam(parts.owner),
             &HiddenParam(parts.fingerprint),
@@ -663,6 +704,7 @@ impl Statements {
             &parts.decided_reason,
             &seen.begun,
             &parts.begun,
+            &i64::try_from(journal).unwrap_or(i64::MAX),
         ];
         Ok(!at.rows(&self.replace, &params, Effect::Writes).await?.is_empty())
     }
@@ -696,13 +738,15 @@ impl Statements {
         let rows = match &with {
             Some(with) => {
                 let parts = Parts::of(with);
+                // The statement itself keeps the journal of an unfinished record, so the journal is not sent.
+                let result = parts.result.as_deref().filter(|_| with.is_finished());
                 let params: [&(dyn ToSql + Sync); 15] = [
                     &key,
                     &HiddenParam(parts.owner),
                     &parts.state,
                     &parts.attempts_used,
                     &parts.codec,
-                    &HiddenParam(parts.result.as_deref()),
+                    &HiddenParam(result),
                     &parts.result_bytes,
                     &HiddenParam(seen.owner),
                     &seen.attempt,
@@ -755,6 +799,24 @@ impl Statements {
         ];
         let effect = Effect::Records(record.state.result().map_or(0, StoredResult::stored_bytes));
         Ok(!at.rows(&self.end, &params, effect).await?.is_empty())
+    }
+
+    /// Puts `journal` into the record of `lease` and renews the lease, if the attempt is pending. Returns whether the
+    /// lease was renewed: if so, the record has this journal or a longer one.
+    pub(super) async fn append_pending<A: Executor>(
+        &self,
+        at: &A,
+        lease: &Lease,
+        journal: &Journal,
+    ) -> Result<bool, A::Error> {
+        let bytes = &journal.bytes()[..];
+        let params: [&(dyn ToSql + Sync); 4] = [
+            &lease.key.as_str(),
+            &HiddenParam(&lease.owner.as_bytes()[..]),
+            &i64::from(lease.attempt),
+            &HiddenParam(bytes),
+        ];
+        Ok(!at.rows(&self.append, &params, Effect::Records(bytes.len())).await?.is_empty())
     }
 }
 
@@ -884,7 +946,7 @@ pub(super) enum LookupResult {
     /// The statement did not see the record of the key: another session has not committed the record, or committed it
     /// too late for the statement.
     Unseen,
-    /// The key has a record, whose result the statement left out.
+    /// The key has a record, whose result or journal the statement left out.
     LeftOut,
 }
 

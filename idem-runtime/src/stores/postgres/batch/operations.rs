@@ -93,6 +93,8 @@ struct OfKey<'a> {
     met: LookupResult,
 }
 
+/// Returns whether a request gets the result of a finished record. A record whose result or journal was left out counts
+/// as finished, because almost no journal is that large.
 fn is_replay(met: &LookupResult) -> bool {
     matches!(met, LookupResult::LeftOut) || matches!(met, LookupResult::Found(Ok(found)) if found.record.is_finished())
 }
