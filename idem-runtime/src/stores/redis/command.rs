@@ -42,12 +42,14 @@ pub(super) struct RedisCommand {
     pub(super) returns_record: bool,
     /// True if the command is sent even if its caller has dropped its future.
     pub(super) is_kept: bool,
+    /// Size of the value that the server may refuse as too large, in bytes; 0 if the command has no such value.
+    pub(super) value_len: usize,
 }
 
 impl RedisCommand {
     /// Makes a command that calls no script.
     pub(super) fn plain(command: Cmd) -> Self {
-        Self { command, source: None, returns_record: false, is_kept: false }
+        Self { command, source: None, returns_record: false, is_kept: false, value_len: 0 }
     }
 
     /// Makes the command that calls `script` with these keys and arguments.
@@ -66,6 +68,11 @@ impl RedisCommand {
     /// Marks the answer as one that may be a record.
     pub(super) fn returns_record(self) -> Self {
         Self { returns_record: true, ..self }
+    }
+
+    /// Notes that the command contains a value of `bytes` bytes, which the server may refuse as too large.
+    pub(super) fn with_value(self, bytes: usize) -> Self {
+        Self { value_len: bytes, ..self }
     }
 
     /// Marks the command to be sent even if its caller has dropped its future.

@@ -16,8 +16,8 @@ pub(super) struct Node {
     confirmed: Option<Dispatch>,
     /// Connection for renewals; only a node for upkeep has this connection.
     renewing: Option<Dispatch>,
-    /// Connection for large results. A server may refuse a large result by closing the connection, and a slow network
-    /// carries a large result slowly.
+    /// Connection for large results and journals. A server may refuse a large value by closing the connection, and a
+    /// slow network carries a large value slowly.
     large: Dispatch,
 }
 
@@ -50,6 +50,7 @@ impl Node {
         let writing = self.confirmed.as_ref().unwrap_or(&self.plain);
         match op {
             Op::Finish(write) if write.value_len() >= SURE => &self.large,
+            Op::Write(command) if command.value_len >= SURE => &self.large,
             Op::Reserve(_) | Op::Finish(_) | Op::Write(_) => writing,
             Op::Renew(_) => self.renewing.as_ref().unwrap_or(writing),
             Op::Read(_) => &self.plain,

@@ -16,7 +16,7 @@ use crate::key::Key;
 use crate::kit::per_runtime::PerRuntime;
 use crate::record::format::{self, millis};
 use crate::record::{
-    Decision, DecisionAnswer, Finish, Inspection, Lease, Record, Release, Reservation, ReserveRequest, Verdict,
+    Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Record, Release, Reservation, ReserveRequest, Verdict,
 };
 use crate::store::{Answers, Filter, Page, Store, StoreContext, StoreError, StoreFuture, store_of_shared};
 use crate::sync::SharedOnce;
@@ -149,6 +149,24 @@ impl Store for RedisInner {
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move { renewal::renew(&self.access()?, leases, answer).await })
+    }
+
+    fn append<'a>(&'a self, lease: &'a Lease, journal: &'a Journal) -> StoreFuture<'a, Verdict> {
+        StoreFuture::new(async move {
+            let access = self.access()?;
+            let (limits, clock) = (&self.core.limits, self.core.clock());
+            // The other parts of a record have less than `START_BYTES`. The check leaves room for all of them, so that
+            // the server also takes the record of the next attempt, whose provenance may be longer.
+            let bytes = format::START_BYTES + journal.bytes().len();
+            limits.check(bytes, clock)?;
+            let name = access.name_of(&lease.key);
+            let asked = call(&self.core.scripts().append, name, |command| {
+                command.arg(&attempt_of(lease)[..]).arg(&journal.bytes()[..]);
+                command.arg(millis(lease.duration.saturating_add(lease.ttl)));
+            });
+            let answer = access.run(name, Op::Write(asked.with_value(bytes))).await;
+            written(&limits.learn(bytes, answer, clock)?)
+        })
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {

@@ -91,6 +91,7 @@ fn open() -> (Arc<Dispatch>, Arc<GatedServer>) {
     let clock: Arc<dyn Clock> = Arc::new(TestClock::default());
     let timeout = Duration::from_secs(1);
     let names = [
+        "append",
         "begin",
         "decide",
         "finish",

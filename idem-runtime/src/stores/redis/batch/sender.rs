@@ -19,7 +19,7 @@ use super::super::write::{EncodedWrite, RecordWrite};
 use super::answer::{ExchangeAnswers, compared, deliver_decided, looked_up, record_bytes};
 use super::exchange::Exchanges;
 use super::expectations::Expectations;
-use super::op_batch::{OpBatch, WriteEntry};
+use super::op_batch::{BatchEntry, OpBatch, WriteEntry};
 use super::pipeline::{FirstExchange, SecondExchange, SentCommand, chunks, finish_call, finish_one};
 use super::replies::Replies;
 
@@ -96,14 +96,16 @@ impl BatchSender {
     /// Sends a batch and answers its operations.
     pub(super) async fn send(&self, batch: &mut OpBatch) {
         batch.forget_gone();
-        // Large completions are sent alone, after the batch: a server that refuses a large value closes the connection,
-        // and the other operations of a batch would lose their answers.
+        // Large results and journals are sent alone, after the batch: a server that refuses a large value closes the
+        // connection, and the other operations of a batch would lose their answers.
         let large: Vec<WriteEntry> = batch.completions.extract_if(.., |entry| entry.op.value >= SURE).collect();
+        let large_commands: Vec<_> = batch.commands.extract_if(.., |entry| entry.op.value_len >= SURE).collect();
         // Operations that would make the answers too large are left for further exchanges.
         let mut overflow = batch.split_off(self.expectations.records_at_once());
         loop {
             if let Err(failure) = self.send_part(batch).await {
-                let unsent = overflow.slots().chain(large.iter().map(|entry| entry.slot));
+                let large = large.iter().map(|entry| entry.slot);
+                let unsent = overflow.slots().chain(large).chain(large_commands.iter().map(|entry| entry.slot));
                 batch.replies.refuse(unsent, &ExchangeFailure::NotSent(STALLED.into()));
                 return batch.replies.refuse_rest(&failure);
             }
@@ -115,6 +117,10 @@ impl BatchSender {
         for entry in large {
             let answer = self.finish(batch.write(&entry)).await;
             batch.replies.deliver(std::iter::once((entry.slot, answer)));
+        }
+        for BatchEntry { slot, op } in large_commands {
+            let answer = self.call(&op).await;
+            batch.replies.deliver(std::iter::once((slot, answer)));
         }
     }
 

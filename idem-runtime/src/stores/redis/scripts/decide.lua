@@ -1,7 +1,7 @@
 -- Replaces or removes a record by an operator's decision, if the record is unchanged since it was read. The record
--- keeps its retention. KEYS: record. ARGV: the record that was read (state, whether its body has begun, then bytes 9 to
--- 32), its ttl in milliseconds if its lease must have lapsed ('' otherwise), new record ('' to remove it), wake
--- channel. Answers 1 done; 0 if another record is there, or if the lease was renewed.
+-- keeps its retention. KEYS: record. ARGV: the record that was read (as `identity` returns it), its ttl in milliseconds
+-- if its lease must have lapsed ('' otherwise), new record ('' to remove it), wake channel. Answers 1 done; 0 if another
+-- record is there, or if the lease was renewed.
 local record = redis.call('GET', KEYS[1])
 if not record or string.sub(record, 1, 5) ~= 'idem\1' then return 0 end
 if identity(record) ~= ARGV[1] then return 0 end

@@ -22,6 +22,7 @@ impl fmt::Debug for Script {
 /// The scripts, as loaded into the server.
 #[derive(Debug)]
 pub(super) struct Scripts {
+    pub(super) append: Script,
     pub(super) begin: Script,
     pub(super) decide: Script,
     pub(super) finish: Script,
@@ -37,7 +38,8 @@ pub(super) struct Scripts {
 }
 
 impl Scripts {
-    pub(super) const SOURCES: [&str; 12] = [
+    pub(super) const SOURCES: [&str; 13] = [
+        concat!(include_str!("times.lua"), include_str!("append.lua")),
         concat!(include_str!("times.lua"), include_str!("begin.lua")),
         concat!(include_str!("times.lua"), include_str!("decide.lua")),
         concat!(include_str!("times.lua"), include_str!("finish.lua")),
@@ -53,8 +55,9 @@ impl Scripts {
     ];
 
     /// Gives each loaded script its name. `scripts` are in the order of [`Scripts::SOURCES`].
-    pub(super) fn new(scripts: [Script; 12]) -> Self {
-        let [begin, decide, finish, finish_one, glance, inspect, ping, release, remove, renew, take, watch] = scripts;
-        Self { begin, decide, finish, finish_one, glance, inspect, ping, release, remove, renew, take, watch }
+    pub(super) fn new(scripts: [Script; 13]) -> Self {
+        let [append, begin, decide, finish, finish_one, glance, inspect, ping, release, remove, renew, take, watch] =
+            scripts;
+        Self { append, begin, decide, finish, finish_one, glance, inspect, ping, release, remove, renew, take, watch }
     }
 }

@@ -1,6 +1,6 @@
 -- Replaces the record that was read by a new pending record, or returns the rest of the lease of the stored record.
--- KEYS: record. ARGV: the record that was read (state, whether its body has begun, then bytes 9 to 32), its lease and
--- retention, new record ('' to only ask), its retention, wake channel. All times in milliseconds.
+-- KEYS: record. ARGV: the record that was read (as `identity` returns it), its lease and retention, new record ('' to
+-- only ask), its retention, wake channel. All times in milliseconds.
 -- Answers the rest of the lease; 0 lapsed and left alone; -2 replaced; -1 no record; or, if another record is there
 -- now, that record and the rest of its lease (0 unless it is pending).
 local record = redis.call('GET', KEYS[1])

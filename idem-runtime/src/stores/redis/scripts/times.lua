@@ -24,7 +24,8 @@ local function timed(key, record, new)
   return string.sub(new, 1, 32) .. times(key, record) .. string.sub(new, 49)
 end
 -- Returns the bytes that differ between two writes of a record: its state, whether its body has begun, owner token and
--- counters.
+-- counters, and the length of the record, which each entry of the journal changes.
 local function identity(record)
   return string.sub(record, 6, 6) .. string.char(bit.band(string.byte(record, 7) or 0, 16)) .. string.sub(record, 9, 32)
+    .. struct.pack('>I4', #record)
 end
