@@ -28,6 +28,7 @@ pub(super) const BEGUN: &str = "begun";
 pub(super) const LEASE_MS: &str = "lease_ms";
 pub(super) const TTL_MS: &str = "ttl_ms";
 pub(super) const CODEC: &str = "codec";
+/// Result of a finished operation, or journal of an unfinished one.
 pub(super) const RESULT: &str = "result";
 pub(super) const RESULT_BYTES: &str = "result_bytes";
 /// Holder of the latest attempt: `<host>/<process>/<name>`.

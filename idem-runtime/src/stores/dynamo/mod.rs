@@ -24,6 +24,7 @@ use aws_sdk_dynamodb::Client;
 use aws_sdk_dynamodb::config::IdentityCache;
 use aws_sdk_dynamodb::operation::delete_item::builders::DeleteItemFluentBuilder;
 use aws_sdk_dynamodb::types::{AttributeValue, ReturnConsumedCapacity, ReturnValuesOnConditionCheckFailure};
+use bytes::Bytes;
 
 use self::answer::WriteOutcome;
 use self::item::{
@@ -40,7 +41,7 @@ use crate::kit::looks::{LOOKS, looked_in_vain, pause_before};
 use crate::kit::waiting::WaiterTable;
 use crate::record::format::FormatError;
 use crate::record::{
-    Admission, Decision, DecisionAnswer, Finish, Inspection, Lease, Parts, Record, Release, Reservation,
+    Admission, Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Parts, Record, Release, Reservation,
     ReserveRequest, Ruling, State, Verdict,
 };
 use crate::store::{
@@ -67,12 +68,14 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 ///   clocks differ by more, an attempt may be taken over while its lease still holds.
 /// - *Durability*: DynamoDB stores a confirmed write on several disks and does not lose it.
 /// - *Limits*: an item has at most 400 KB, including all attributes. A result that does not fit is refused before it is
-///   sent ([`StoreErrorKind::TooLarge`]), and the operation is recorded without its result. The TTL of the table
+///   sent ([`StoreErrorKind::TooLarge`]), and the operation is recorded without its result. A journal that does not
+///   leave 4 KiB of the item free is refused, too: later writes of the record need this room. The TTL of the table
 ///   deletes records some days after their retention; until then the store treats expired records as absent.
 /// - *Cost*: two calls for a first run; one for a replay, for a duplicate of a running attempt, and for each lease at
 ///   each beat; three for a takeover and for another attempt after a release. A refused write costs as much capacity as
-///   a write of the present item. A ping takes three calls, of which two are refused writes. A duplicate that waits for
-///   another process reads the record after 50 ms, and then less and less often, down to once a second.
+///   a write of the present item. A renewal of a record with a journal costs as much as a write of the record with its
+///   journal. A ping takes three calls, of which two are refused writes. A duplicate that waits for another process
+///   reads the record after 50 ms, and then less and less often, down to once a second.
 ///
 /// The user's client decides on region, credentials, HTTPS and retries. The table has a partition key `key` (a string),
 /// no sort key, and the TTL attribute `purge_at`; [`CLOUDFORMATION`](DynamoStore::CLOUDFORMATION) is a template of this
@@ -441,7 +444,7 @@ impl DynamoInner {
     /// Replaces the record `met` by `item`, if the record is unchanged.
     async fn replace(&self, until: Instant, met: &FoundItem, item: Attributes) -> Result<WriteOutcome, StoreError> {
         let (condition, terms) = Self::unchanged(met);
-        self.put(until, item, condition, terms).await
+        self.put(until, item, &condition, terms).await
     }
 
     /// Removes the record `met`, if the record is unchanged.
@@ -480,7 +483,9 @@ impl DynamoInner {
     }
 
     /// Returns the condition that the record `met` is unchanged.
-    fn unchanged(met: &FoundItem) -> (&'static str, Terms) {
+    fn unchanged(met: &FoundItem) -> (String, Terms) {
+        const SAME: &str =
+            "#owner = :owner AND #state = :state AND #attempt = :attempt AND #attempts_used = :attempts_used";
         let parts = Parts::of(&met.record);
         let terms = Terms::default()
             .names(&[OWNER, STATE, ATTEMPT, ATTEMPTS_USED])
@@ -488,22 +493,22 @@ impl DynamoInner {
             .value("state", text(parts.state))
             .value("attempt", number(parts.attempt))
             .value("attempts_used", number(parts.attempts_used));
-        match met.record.state {
-            // The condition includes the end of the lease, and whether the body has begun: if one of these two has
-            // changed, the owner of the record still runs.
-            State::Pending { .. } => (
-                "#owner = :owner AND #state = :state AND #attempt = :attempt AND #attempts_used = :attempts_used \
-                 AND #begun = :begun AND #lapses_at = :lapses_at",
-                terms
-                    .names(&[BEGUN, LAPSES_AT])
-                    .value("begun", AttributeValue::Bool(parts.begun))
-                    .value("lapses_at", number(met.lapses_at)),
-            ),
-            _ => (
-                "#owner = :owner AND #state = :state AND #attempt = :attempt AND #attempts_used = :attempts_used",
-                terms,
-            ),
+        // The journal of a record that is not pending does not change.
+        if !met.record.is_pending() {
+            return (SAME.to_owned(), terms);
         }
+        let terms = terms
+            .names(&[BEGUN, LAPSES_AT, RESULT])
+            .value("begun", AttributeValue::Bool(parts.begun))
+            .value("lapses_at", number(met.lapses_at));
+        let (journal, terms) = match &parts.result {
+            Some(journal) => ("size(#result) = :length", terms.value("length", length(journal))),
+            None => ("attribute_not_exists(#result)", terms),
+        };
+        // The condition includes the end of the lease, and whether the body has begun: if one of these two has
+        // changed, the owner of the record still runs. The condition includes the length of the journal, because an
+        // append may change the journal alone, and the replacement would undo that append.
+        (format!("{SAME} AND #begun = :begun AND #lapses_at = :lapses_at AND {journal}"), terms)
     }
 
     /// Returns the terms of [`OWNED`].
@@ -548,9 +553,7 @@ impl DynamoInner {
 
     /// Returns the terms and the times of a write that renews the lease.
     fn keeping(&self, lease: &Lease, now: i64) -> (Terms, Times) {
-        let Lease { duration, ttl, on_crash, .. } = *lease;
-        let state = State::Pending { lease: duration, ttl, on_crash, begun: false };
-        let times = Times::of(&Record::after(lease, state), lease.ttl, now, self.skew);
+        let times = Times::of(&pending(lease), lease.ttl, now, self.skew);
         let terms = self
             .held_terms(lease, now)
             .names(&[LAPSES_AT, PURGE_AT])
@@ -585,8 +588,8 @@ impl DynamoInner {
         }
     }
 
-    async fn renew_one(&self, lease: &Lease) -> Result<Verdict, StoreError> {
-        let (name, until) = (self.name_of(&lease.key), self.deadline());
+    async fn renew_one(&self, until: Instant, lease: &Lease) -> Result<Verdict, StoreError> {
+        let name = self.name_of(&lease.key);
         let (terms, times) = self.keeping(lease, self.now());
         let update = "SET #lapses_at = :lapses_at, #expires_at = :expires_at, #purge_at = :purge_at";
         // A delayed renewal must not shorten a lease that a later renewal has extended.
@@ -599,6 +602,44 @@ impl DynamoInner {
                 });
                 Ok(if held { Verdict::Applied } else { Verdict::Refused })
             }
+        }
+    }
+
+    /// Puts `journal` into the record, unless the record has a journal that is as long or longer, and renews the lease.
+    async fn try_append(&self, lease: &Lease, journal: &Journal) -> Result<Verdict, StoreError> {
+        let (name, until) = (self.name_of(&lease.key), self.deadline());
+        let now = self.now();
+        let (terms, times) = self.keeping(lease, now);
+        let record = Record { journal: Some(journal.clone()), ..pending(lease) };
+        // The journal leaves room in the item: a later attempt may have a longer holder, an operator's decision adds a
+        // reason, and DynamoDB counts more bytes for an update than for the item.
+        check_size(&item::write(&name, &record, times.since(now, now)), item::MAX_BYTES - BESIDE)?;
+        let journaling = |terms: Terms| {
+            let terms = terms.names(&[RESULT]).value("journal", binary(journal.bytes().clone()));
+            terms.value("length", length(journal.bytes()))
+        };
+        let update =
+            "SET #result = :journal, #lapses_at = :lapses_at, #expires_at = :expires_at, #purge_at = :purge_at";
+        // A late arrival of this write must not shorten a lease that a renewal has extended.
+        let condition = format!("{} AND #lapses_at <= :lapses_at AND {SHORTER}", held());
+        let met = match self.update(until, &name, update, &condition, journaling(terms)).await? {
+            WriteOutcome::Done => return Ok(Verdict::Applied),
+            WriteOutcome::Refused(met) => met,
+        };
+        let is_held = |found: &FoundItem| found.record.is_of(lease) && found.record.is_pending();
+        let mut found = self.refusing(until, &name, met).await?.filter(is_held);
+        if found.as_ref().is_some_and(|found| !holds(found, journal) && found.lapses_at > times.lapses_at) {
+            // A renewal of this lease has overtaken the append, so the update writes the journal alone.
+            let (condition, terms) = (format!("{} AND {SHORTER}", held()), self.held_terms(lease, now));
+            match self.update(until, &name, "SET #result = :journal", &condition, journaling(terms)).await? {
+                WriteOutcome::Done => return Ok(Verdict::Applied),
+                WriteOutcome::Refused(met) => found = self.refusing(until, &name, met).await?.filter(is_held),
+            }
+        }
+        match found {
+            // An earlier copy of this request, or a later request, has written the entry. The lease is renewed as well.
+            Some(found) if holds(&found, journal) => self.renew_one(until, lease).await,
+            _ => Ok(Verdict::Refused),
         }
     }
 
@@ -635,7 +676,7 @@ impl DynamoInner {
                 let more = waiting.by_ref().take(RENEWED_AT_ONCE.saturating_sub(quick));
                 under_way.extend(more.map(|(at, lease)| Renewal {
                     at,
-                    call: Box::pin(self.renew_one(lease)),
+                    call: Box::pin(self.renew_one(self.deadline(), lease)),
                     quick: Some(clock.sleep(SLOW)),
                 }));
                 // If calls were added, the loop polls them before this future waits.
@@ -729,19 +770,25 @@ impl DynamoInner {
             .value("state", text(parts.state))
             .value("expires_at", number(times.expires_at))
             .value("purge_at", number(times.purge_at));
-        let (result, terms) = match (parts.codec, parts.result, parts.result_bytes) {
+        // The attribute `result` of the pending record is its journal. A stored result replaces the journal; otherwise
+        // the update removes the journal.
+        let terms = terms.names(&[RESULT]);
+        let (result, journal, terms) = match (parts.codec, parts.result, parts.result_bytes) {
             (Some(codec), Some(result), _) => (
                 ", #codec = :codec, #result = :result",
-                terms.names(&[CODEC, RESULT]).value("codec", text(codec)).value("result", binary(result)),
+                "",
+                terms.names(&[CODEC]).value("codec", text(codec)).value("result", binary(result)),
             ),
-            (_, _, Some(bytes)) => {
-                (", #result_bytes = :result_bytes", terms.names(&[RESULT_BYTES]).value("result_bytes", number(bytes)))
-            }
-            _ => ("", terms),
+            (_, _, Some(bytes)) => (
+                ", #result_bytes = :result_bytes",
+                ", #result",
+                terms.names(&[RESULT_BYTES]).value("result_bytes", number(bytes)),
+            ),
+            _ => ("", ", #result", terms),
         };
         let update = format!(
             "SET #state = :state, #expires_at = :expires_at, #purge_at = :purge_at{result} \
-             REMOVE #lapses_at, #lease_ms, #ttl_ms, #on_crash_fail, #begun"
+             REMOVE #lapses_at, #lease_ms, #ttl_ms, #on_crash_fail, #begun{journal}"
         );
         self.update(until, name, &update, &held(), terms).await
     }
@@ -761,7 +808,7 @@ impl DynamoInner {
         let found = self.get(until, name, &[FIRST_SEEN_AT, BEGAN_AT]).await?.unwrap_or_default();
         let time = |name: &str| found.get(name).and_then(integer).unwrap_or(now);
         let item = item::write(name, record, times.since(time(FIRST_SEEN_AT), time(BEGAN_AT)));
-        check_size(&item)?;
+        check_size(&item, item::MAX_BYTES)?;
         self.put(until, item, &held(), self.held_terms(lease, now)).await
     }
 
@@ -771,7 +818,7 @@ impl DynamoInner {
         let record = Record::after(lease, finish.state());
         let times = Times::of(&record, lease.ttl, now, self.skew);
         let item = item::write(&name, &record, times);
-        check_size(&item)?;
+        check_size(&item, item::MAX_BYTES)?;
         let written = match item::size(&item) > item::MAX_BYTES - BESIDE {
             false => self.finish_in_place(until, &name, lease, &record, times, now).await?,
             true => self.finish_anew(until, &name, lease, &record, times, now).await?,
@@ -791,7 +838,7 @@ impl DynamoInner {
         let state = release.state();
         let state_name = text(state.name());
         // The update does not set the attempt number, because a caller that never got the answer to its reservation
-        // does not know that number.
+        // does not know that number. The attribute `result` remains: it is the journal, for the next attempt.
         let times = Times::of(&Record::after(lease, state), lease.ttl, now, self.skew);
         let terms = self
             .owned_terms(lease, now)
@@ -827,7 +874,7 @@ impl DynamoInner {
                 Ruling::Replace(with) => {
                     let times = Times::until(found.expires_at, self.skew).since(found.first_seen_at, found.began_at);
                     let item = item::write(&name, &with, times);
-                    check_size(&item)?;
+                    check_size(&item, item::MAX_BYTES)?;
                     self.replace(until, &found, item).await?
                 }
                 Ruling::Remove => self.remove(until, &name, &found).await?,
@@ -925,10 +972,29 @@ fn ago(now: i64, at: i64) -> Duration {
 }
 
 const OWNED: &str = "#owner = :owner AND #state = :pending AND #expires_at > :passed";
+/// Condition of an append that the present journal is shorter. A longer journal is a later one, and a late copy of an
+/// earlier request must not replace it.
+const SHORTER: &str = "(attribute_not_exists(#result) OR size(#result) < :length)";
 
 /// Returns the condition that the item is the pending record of this attempt, for a renewal or a finish.
 fn held() -> String {
     format!("{OWNED} AND #attempt = :attempt")
+}
+
+/// Returns the record of `lease` while its attempt runs.
+fn pending(lease: &Lease) -> Record {
+    let Lease { duration, ttl, on_crash, .. } = *lease;
+    Record::after(lease, State::Pending { lease: duration, ttl, on_crash, begun: false })
+}
+
+/// Returns whether the journal in `found` has the entries of `journal`: it is at least as long.
+fn holds(found: &FoundItem, journal: &Journal) -> bool {
+    found.record.journal.as_ref().is_some_and(|present| present.bytes().len() >= journal.bytes().len())
+}
+
+/// Returns the length of a journal, as a condition compares it with `size(#result)`.
+fn length(journal: &Bytes) -> AttributeValue {
+    number(i64::try_from(journal.len()).unwrap_or(i64::MAX))
 }
 
 impl Store for DynamoInner {
@@ -962,6 +1028,10 @@ impl Store for DynamoInner {
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         StoreFuture::new(self.renew_each(leases, answer))
+    }
+
+    fn append<'a>(&'a self, lease: &'a Lease, journal: &'a Journal) -> StoreFuture<'a, Verdict> {
+        StoreFuture::new(self.try_append(lease, journal))
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
@@ -1023,11 +1093,11 @@ impl Store for DynamoInner {
     }
 }
 
-/// Refuses an item that is too large for DynamoDB.
-fn check_size(item: &Attributes) -> Result<(), StoreError> {
+/// Refuses an item of more than `at_most` bytes.
+fn check_size(item: &Attributes, at_most: usize) -> Result<(), StoreError> {
     let size = item::size(item);
-    if size > item::MAX_BYTES {
-        let message = format!("the record would have {size} bytes, DynamoDB holds {}", item::MAX_BYTES);
+    if size > at_most {
+        let message = format!("the record would have {size} bytes, and may have {at_most}");
         return Err(StoreError::new(StoreErrorKind::TooLarge, message));
     }
     Ok(())
