@@ -15,8 +15,8 @@ use idem_runtime::codec::CodecName;
 use idem_runtime::conformance::Subject;
 use idem_runtime::record::{Provenance, Record, State, StoredResult};
 use idem_runtime::store::{
-    Action, Answers, Cursor, Decision, DecisionAnswer, Filter, Finish, Holder, Inspection, Lease, OwnerToken, Page,
-    Release, Reservation, ReserveRequest, Revision, Standing, StoreContext, StoreFuture, Verdict,
+    Action, Answers, Cursor, Decision, DecisionAnswer, Filter, Finish, Holder, Inspection, Journal, Lease, OwnerToken,
+    Page, Release, Reservation, ReserveRequest, Revision, Standing, StoreContext, StoreFuture, Verdict,
 };
 use idem_runtime::{Key, OnCrash, Store, StoreError, StoreErrorKind};
 use idem_tests::clock::OddClock;
@@ -48,6 +48,8 @@ mistakes! {
     DoubtUnannounced, DoubtUnmarked, QuestionsUncounted, QuestionsUnlimited, QuestionsLimited, ReconcilersRefused,
     LateReconcilerPasses, UnresolvedCounts, UnresolvedReleases, ReservationBegins, UnmarkedIsInterrupted, UnmarkedCounts, BeginByKey, BeginIgnoresNumber, BeginAfterALapse, BeginAfterTheEnd,
     BeginNotRepeatable, BeginMarksNothing, BeginRenewsNothing,
+    JournalForgotten, JournalLostAtRelease, JournalLostAtTakeover, JournalShrinks, JournalOutlivesResult, JournalCut, DecisionsLoseJournal,
+    AppendByKey, AppendIgnoresNumber, AppendAfterTheEnd, AppendRenewsNothing, NoLateAppend,
     RenewByKey, RenewDoesNothing, NoLateRenew, RenewAfterTheEnd, RefusedRenewExtends, RenewGroupsAnswers,
     RenewAllOrNothing, RenewAnswersTwice, RenewWaitsForEach, RenewAnswersTogether, BlockedIsRefused, EmptyBatchFails, BatchOfAThousand, FinishByKey, FinishNotRepeatable, FinishOnlyRepeatable, FinishOverwrites,
     FinishRepeatedExtends, FinishAfterRelease, FinishUpserts, FinishIgnoresNumber, RenewIgnoresNumber, ReleaseByKey, ReleaseNotRepeatable, RefundTwice,
@@ -287,6 +289,7 @@ impl Plain {
     fn pending(&self, request: &ReserveRequest, attempt: u32, starts: u32, record: Option<&Slot>) -> Slot {
         let now = self.now();
         let before = record.map(|slot| &slot.record.provenance);
+        let journal = record.and_then(|slot| slot.record.journal.clone());
         let recorded =
             record.and_then(|slot| slot.record.fingerprint).filter(|_| !self.is(M::FingerprintLostAtTakeover));
         let state = State::Pending {
@@ -323,6 +326,7 @@ impl Plain {
                 record.attempts_used = starts;
                 record.fingerprint = fingerprint;
                 record.provenance = self.provenance(request, before);
+                record.journal = journal.filter(|_| !self.is(M::JournalLostAtTakeover));
                 record
             },
             lapses_at: now.saturating_add(request.lease),
@@ -530,6 +534,37 @@ impl Plain {
         if granted { Verdict::Applied } else { Verdict::Refused }
     }
 
+    fn append(&self, slot: &mut Option<Slot>, lease: &Lease, journal: &Journal) -> Verdict {
+        let now = self.now();
+        let Some(found) = slot else { return Verdict::Refused };
+        let same_number = found.record.attempt == lease.attempt || self.is(M::AppendIgnoresNumber);
+        let own = (found.record.owner == lease.owner && same_number) || self.is(M::AppendByKey);
+        let pending = matches!(found.record.state, State::Pending { .. }) || self.is(M::AppendAfterTheEnd);
+        if !own || !pending || (self.is(M::NoLateAppend) && found.lapses_at <= now) {
+            return Verdict::Refused;
+        }
+        let bytes = journal.bytes();
+        let kept = if self.is(M::JournalCut) { bytes.slice(..bytes.len().min(65_535)) } else { bytes.clone() };
+        let is_longer = found.record.journal.as_ref().is_none_or(|known| known.bytes().len() < bytes.len());
+        if (is_longer || self.is(M::JournalShrinks)) && !self.is(M::JournalForgotten) {
+            found.record.journal = Journal::new(kept);
+        }
+        if !self.is(M::AppendRenewsNothing) {
+            found.lapses_at = now.saturating_add(lease.duration);
+            found.expires_at = found.lapses_at.saturating_add(lease.ttl);
+        }
+        Verdict::Applied
+    }
+
+    /// Reports whether the record keeps its journal at the end of an attempt: a finished record needs none, and a
+    /// released record keeps it for the next attempt.
+    fn keeps_journal(&self, is_released: bool) -> bool {
+        match is_released {
+            true => !self.is(M::JournalLostAtRelease),
+            false => self.is(M::JournalOutlivesResult),
+        }
+    }
+
     fn end(&self, slot: &mut Option<Slot>, lease: &Lease, state: State, release: Option<Release>) -> Verdict {
         let now = self.now();
         let upserts = if release.is_some() { M::ReleaseUpserts } else { M::FinishUpserts };
@@ -610,8 +645,7 @@ impl Plain {
         if release == Some(Release::NotStarted) && self.is(M::NotStartedTakesNumberBack) {
             record.attempt -= 1;
         }
-        let loses = if release.is_some() { M::FingerprintLostAtRelease } else { M::FingerprintLostAtFinish };
-        if self.is(loses) {
+        if self.is(if release.is_some() { M::FingerprintLostAtRelease } else { M::FingerprintLostAtFinish }) {
             record.fingerprint = None;
         }
         if self.is(if release.is_some() { M::HolderLostAtRelease } else { M::HolderLostAtFinish }) {
@@ -621,6 +655,7 @@ impl Plain {
             found.first_seen = now;
         }
         let record = &mut found.record;
+        record.journal = record.journal.take().filter(|_| self.keeps_journal(release.is_some()));
         record.state = match state {
             State::Interrupted if self.is(M::InterruptedIsReleased) => State::Released,
             State::Interrupted if release == Some(Release::Unresolved) && self.is(M::UnresolvedReleases) => {
@@ -817,6 +852,9 @@ impl Plain {
         // the record.
         if let Some(found) = slot.as_mut() {
             found.lapses_at = now;
+            if found.record.is_finished() || self.is(M::DecisionsLoseJournal) {
+                found.record.journal = None;
+            }
             found.decided = Some((owner, decision.clone()));
             let keeps = self.is(M::DecisionKeepsOwner)
                 || (self.is(M::ResolveKeepsOwner) && matches!(decision.action, Action::Resolve(_)));
@@ -1061,6 +1099,10 @@ impl Store for Plain {
 
     fn begin<'a>(&'a self, lease: &'a Lease) -> StoreFuture<'a, Verdict> {
         self.one(&lease.key, true, move |slot| self.begin(slot, lease))
+    }
+
+    fn append<'a>(&'a self, lease: &'a Lease, journal: &'a Journal) -> StoreFuture<'a, Verdict> {
+        self.one(&lease.key, true, move |slot| self.append(slot, lease, journal))
     }
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {

@@ -233,7 +233,7 @@ impl Case {
     /// gets no lease.
     pub(super) async fn wins(&self, request: &ReserveRequest, why: &str) -> (Lease, bool) {
         match self.reserve(request).await {
-            Reservation::Granted { lease, takeover, in_doubt: false } => {
+            Reservation::Granted { lease, takeover, in_doubt: false, .. } => {
                 let asked = (&request.key, request.owner, request.lease, request.ttl, request.on_crash);
                 let got = (&lease.key, lease.owner, lease.duration, lease.ttl, lease.on_crash);
                 assert_eq!(got, asked, "{why}: the lease differs from the request");

@@ -45,6 +45,7 @@ mod case;
 mod crashes;
 mod decisions;
 mod fingerprints;
+mod journal;
 mod keys;
 mod listing;
 mod operators;
@@ -175,6 +176,16 @@ macro_rules! __conformance_clauses {
         release_after_finish: "A release after a finish is refused and leaves the result alone.",
         release_of_nothing: "A release of a key without a record is refused and creates none.",
         release_ignores_the_number: "A release compares only the owner token, because its caller may not know the attempt number.",
+        // Clauses about journals.
+        journal_comes_back: "The next attempt gets the journal of an attempt that was released, was interrupted or has lapsed.",
+        journal_only_grows: "A longer journal replaces a shorter one, and a late copy of an earlier `append` removes no step.",
+        append_renews: "An `append` restarts the lease and the retention, even after the lapse of the lease, and other renewals keep the journal.",
+        append_is_the_owners: "Only the attempt itself can write its journal, by owner token and number.",
+        append_after_the_end: "An `append` that arrives after the end of the attempt or after a takeover is refused and changes nothing.",
+        journal_ends_with_the_operation: "A finished, forgotten or expired operation has no journal.",
+        decisions_keep_the_journal: "A decision after which the operation is not finished keeps the journal, with the steps that were written since the operator saw the record.",
+        large_journal_survives: "A large journal is read back as written.",
+        dropped_append: "An `append` whose future is dropped takes effect completely or not at all, and never removes a step.",
         // Clauses about results.
         completed_is_replayed: "Every reservation of a completed key is answered with the same record.",
         failed_is_replayed: "Every reservation of a failed key is answered with the same record.",
@@ -280,6 +291,10 @@ use decisions::{
 use fingerprints::{
     fingerprint_survives, mismatch_at_takeover, mismatch_on_replay, mismatch_once_exhausted, mismatch_once_interrupted,
     mismatch_once_released, mismatch_while_pending, missing_fingerprint_matches,
+};
+use journal::{
+    append_after_the_end, append_is_the_owners, append_renews, decisions_keep_the_journal, dropped_append,
+    journal_comes_back, journal_ends_with_the_operation, journal_only_grows, large_journal_survives,
 };
 use keys::{long_keys_are_distinct, similar_keys_are_distinct};
 use listing::{list_and_inspect_agree, list_filters, list_shows_each_once, ping_is_answered};
