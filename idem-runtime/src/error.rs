@@ -1,9 +1,12 @@
 //! Errors that a call returns in place of a result, and the dispositions of messages that follow from them.
 
+mod step;
+
 use std::fmt;
 use std::io;
 use std::time::Duration;
 
+pub use self::step::StepProblem;
 use crate::codec::ResultProblem;
 use crate::key::{Fingerprint, FingerprintError, Key, KeyError, KeyProblem};
 use crate::policy::{Backoff, Doubt, PolicyProblem, Uncertain};
@@ -237,7 +240,21 @@ pub enum Error {
         /// Reason why there is no result.
         problem: ResultProblem,
     },
-    /// The store could not reserve the key, or did not confirm the lease when the body asked for a confirmation.
+    /// A [step](crate::Attempt::step) did not run, or ended in an earlier attempt and has no value. `problem` is the
+    /// reason. Effects before the step are not undone.
+    #[non_exhaustive]
+    Step {
+        /// Key of the operation.
+        key: Key,
+        /// Name of the store that holds the record.
+        store: &'static str,
+        /// Name of the step.
+        step: Box<str>,
+        /// Reason why the step did not run or has no value.
+        problem: StepProblem,
+    },
+    /// The store could not reserve the key, did not confirm the lease when the body asked for a confirmation, or did
+    /// not confirm the journal entry of a step.
     #[non_exhaustive]
     Store {
         /// Key of the operation.
@@ -304,6 +321,7 @@ impl Error {
             | Self::TimedOut { key, .. }
             | Self::Unrecorded { key, .. }
             | Self::ResultUnavailable { key, .. }
+            | Self::Step { key, .. }
             | Self::Store { key, .. } => Some(key),
         }
     }
@@ -322,10 +340,15 @@ impl Error {
             | Self::HeldBack { retry_after, .. }
             | Self::Store { retry_after, .. }
             | Self::Interrupted { ask_again: Some(retry_after), .. } => Disposition::Retry { after: *retry_after },
+            // The next delivery runs the step: the attempt of this delivery has ended.
+            Self::Step { problem: StepProblem::AttemptEnded, .. } => {
+                Disposition::Retry { after: deployment_pause(self.key()) }
+            }
             _ if self.is_misconfigured() => Disposition::Retry { after: deployment_pause(self.key()) },
             // No delivery can finish the operation, so a person must decide about it.
             Self::NoAttempt
             | Self::ResultUnavailable { .. }
+            | Self::Step { .. }
             | Self::MissingKey { .. }
             | Self::InvalidKey { .. }
             | Self::InvalidFingerprint { .. }
@@ -345,6 +368,7 @@ impl Error {
             Self::NoAttempt | Self::InvalidPolicy { .. } => true,
             Self::InvalidKey { problem, .. } => problem.is_misconfiguration(),
             Self::ResultUnavailable { problem, .. } => problem.is_misconfiguration(),
+            Self::Step { problem, .. } => problem.is_misconfiguration(),
             Self::Store { source, .. } | Self::Unrecorded { source, .. } => {
                 source.kind() == StoreErrorKind::Misconfigured
             }
@@ -520,6 +544,7 @@ impl fmt::Display for Error {
                 "key `{key}` in {store}: the operation has finished, but its result can't be replayed: {reason}; \
                  the body did not run again"
             ),
+            Self::Step { key, store, step, problem } => write!(f, "key `{key}` in {store}, step `{step}`: {problem}"),
             Self::Store { key, store, started: true, .. } => write!(
                 f,
                 "key `{key}` in {store}: the lease could not be confirmed; the body had started; whether another \
@@ -545,7 +570,8 @@ impl fmt::Display for Error {
 impl std::error::Error for Error {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
-            Self::InvalidFingerprint { source, .. } => Some(source),
+            Self::InvalidFingerprint { source, .. }
+            | Self::Step { problem: StepProblem::InvalidInputs(source), .. } => Some(source),
             Self::Unrecorded { source, .. }
             | Self::Store { source, .. }
             | Self::LeaseLost { source: Some(source), .. } => Some(source),
@@ -556,6 +582,7 @@ impl std::error::Error for Error {
                     | ResultProblem::MigratedUndecodable { source },
                 ..
             } => Some(&**source),
+            Self::Step { problem: StepProblem::UnreadableJournal(source), .. } => Some(source),
             _ => None,
         }
     }

@@ -165,6 +165,13 @@ pub mod future {
     pub use crate::engine::{CatchPanics, NoBeat, Observe, ObserveAll, OnBeat, Reconciler};
 }
 
+/// Steps of a handler: parts whose values are journaled, so that the next attempt does not run them again. See
+/// [`Attempt::step`].
+pub mod step {
+    pub use crate::engine::{Step, StepBuilder, StepName};
+    pub use crate::error::StepProblem;
+}
+
 /// Actions of an operator on a record: to inspect, resolve, reopen or forget it, and to break its lease.
 pub mod operator {
     pub use crate::store::operator::{Operator, OperatorError, Resolution};

@@ -85,3 +85,8 @@ pub struct Metrics;
 #[cfg(all(doctest, feature = "postgres"))]
 #[doc = include_str!("../../docs/natural.md")]
 pub struct Natural;
+
+/// Compiles the code of the page about steps.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/steps.md")]
+pub struct Steps;

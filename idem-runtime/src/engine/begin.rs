@@ -174,12 +174,12 @@ async fn admit(subject: &Subject, mode: Mode) -> BeginResult {
     };
     loop {
         let running = match request.ask().await {
-            Step::Decided(start) => {
+            NextStep::Decided(start) => {
                 let waited = request.since(request.met_at.filter(|_| request.waited));
                 return BeginResult { start, waited, at_once: request.at_once, turn: None };
             }
-            Step::AskAgain => continue,
-            Step::Running(running) => running,
+            NextStep::AskAgain => continue,
+            NextStep::Running(running) => running,
         };
         request.may_wait_at_last();
         if request.may_wait().is_zero() {
@@ -198,7 +198,8 @@ async fn admit(subject: &Subject, mode: Mode) -> BeginResult {
 }
 
 /// Next step after the answer to a reservation.
-enum Step {
+#[expect(clippy::large_enum_variant, reason = "nearly all are decided, and each value is matched immediately")]
+enum NextStep {
     Decided(Start),
     /// The answer decides nothing: the call must reserve again immediately.
     AskAgain,
@@ -340,7 +341,7 @@ impl<'a> Request<'a> {
     }
 
     /// Reserves the key. Returns the next step after the answer.
-    async fn ask(&mut self) -> Step {
+    async fn ask(&mut self) -> NextStep {
         // Locals are scoped in blocks that end before the next `await`: every call is as large as its largest `await`.
         let unsettled = {
             let now = self.clock().now();
@@ -377,9 +378,9 @@ impl<'a> Request<'a> {
                             lease.mark = LeaseMark::default();
                         }
                     }
-                    Ok(PreparedLease::Lost) => return Step::AskAgain,
+                    Ok(PreparedLease::Lost) => return NextStep::AskAgain,
                     Ok(PreparedLease::NotMarked) => return self.ask_as_another(lapsed_before_its_body),
-                    Err(error) => return Step::Decided(self.no_answer(error, true)),
+                    Err(error) => return NextStep::Decided(self.no_answer(error, true)),
                 }
             }
             match answer {
@@ -391,13 +392,13 @@ impl<'a> Request<'a> {
                     OpenAnswer::EndsLate(attempt)
                 }
                 Ok(reservation) => return self.decide(reservation, asked_at),
-                Err(error) => return Step::Decided(self.no_answer(error, self.unanswered_since.is_some())),
+                Err(error) => return NextStep::Decided(self.no_answer(error, self.unanswered_since.is_some())),
             }
         };
         // Boxed: the two kinds of answers are rare, and every call would carry the size of their futures inline.
         match unsettled {
             OpenAnswer::Mismatch(attempt) => {
-                Step::Decided(Start::Refused(Box::pin(mismatch(self.store(), &self.reserve, attempt)).await))
+                NextStep::Decided(Start::Refused(Box::pin(mismatch(self.store(), &self.reserve, attempt)).await))
             }
             OpenAnswer::EndsLate(attempt) => Box::pin(self.await_end(attempt)).await,
         }
@@ -406,17 +407,19 @@ impl<'a> Request<'a> {
     /// Waits for attempt `attempt`, whose lease has lapsed, and which this process still runs or whose end this process
     /// still writes. The record shows the attempt as interrupted until its end is written. The wait is as long as the
     /// policy allows.
-    async fn await_end(&mut self, attempt: u32) -> Step {
+    async fn await_end(&mut self, attempt: u32) -> NextStep {
         self.store().context().store_answered();
         self.may_wait_at_last();
         let left = self.may_wait();
         if left.is_zero() {
-            return Step::Decided(Start::Refused(self.in_progress(RunningAttempt { attempt, lapses_in: END_PAUSE })));
+            return NextStep::Decided(Start::Refused(
+                self.in_progress(RunningAttempt { attempt, lapses_in: END_PAUSE }),
+            ));
         }
         self.waited = true;
         waits();
         self.clock().sleep(left.min(END_PAUSE)).await;
-        Step::AskAgain
+        NextStep::AskAgain
     }
 
     /// Returns whether the record must be marked as begun before the body of `lease` begins.
@@ -441,24 +444,24 @@ impl<'a> Request<'a> {
     }
 
     /// Repeats the reservation with another owner token, or fails with `error` if the call has used all of its tokens.
-    fn ask_as_another(&mut self, error: fn() -> StoreError) -> Step {
+    fn ask_as_another(&mut self, error: fn() -> StoreError) -> NextStep {
         if self.tokens == TOKENS {
-            return Step::Decided(self.no_answer(error(), false));
+            return NextStep::Decided(self.no_answer(error(), false));
         }
         self.reserve.owner = self.store().context().new_owner();
         (self.tokens, self.unanswered_since) = (self.tokens + 1, None);
-        Step::AskAgain
+        NextStep::AskAgain
     }
 
     /// Returns the next step after the answer to a reservation.
-    fn decide(&self, reservation: Reservation, asked_at: Instant) -> Step {
+    fn decide(&self, reservation: Reservation, asked_at: Instant) -> NextStep {
         let Subject { store, policy, .. } = self.subject;
         let (key, name) = (&self.reserve.key, store.context().name());
         match store.context().renews() {
             true => store.context().store_answered(),
             false => _ = store.context().counts().refusals_in_transactions(key, false),
         }
-        Step::Decided(match reservation {
+        NextStep::Decided(match reservation {
             Reservation::Finished { record, age } => {
                 let Policy { on_undecodable, backoff, .. } = *policy;
                 let Record { owner, attempt, state, provenance, .. } = record;
@@ -477,7 +480,7 @@ impl<'a> Request<'a> {
                     on_undecodable,
                 })
             }
-            Reservation::Granted { lease, takeover, in_doubt } => {
+            Reservation::Granted { lease, takeover, in_doubt, journal } => {
                 if in_doubt {
                     tracing::warn!(
                         %key, store = name, attempt = lease.attempt,
@@ -491,10 +494,17 @@ impl<'a> Request<'a> {
                     );
                 }
                 let attempt = Attempt::new(Arc::clone(store), lease, asked_at, policy.backoff);
-                Start::Reserved(HeldAttempt::new(attempt, takeover, in_doubt, self.mode == Mode::Enforce, policy))
+                Start::Reserved(HeldAttempt::new(
+                    attempt,
+                    takeover,
+                    in_doubt,
+                    self.mode == Mode::Enforce,
+                    policy,
+                    journal,
+                ))
             }
             Reservation::InProgress { attempt, lapses_in } => {
-                return Step::Running(RunningAttempt { attempt, lapses_in });
+                return NextStep::Running(RunningAttempt { attempt, lapses_in });
             }
             Reservation::Interrupted { attempt } => {
                 Start::Refused(Error::Interrupted { key: key.clone(), store: name, attempt, ask_again: None })
@@ -618,10 +628,10 @@ impl<'a> Request<'a> {
             match race(&mut *aboard, sleep).await {
                 Some(WaitOutcome::Told(found)) => break Some(found),
                 Some(WaitOutcome::Turn) => match Box::pin(self.ask_for_all(aboard)).await {
-                    Step::Running(now) if !self.may_wait().is_zero() => running = now,
-                    Step::Running(now) => return Some(Box::new(Start::Refused(self.in_progress(now)))),
-                    Step::Decided(start) => return Some(Box::new(start)),
-                    Step::AskAgain => return None,
+                    NextStep::Running(now) if !self.may_wait().is_zero() => running = now,
+                    NextStep::Running(now) => return Some(Box::new(Start::Refused(self.in_progress(now)))),
+                    NextStep::Decided(start) => return Some(Box::new(start)),
+                    NextStep::AskAgain => return None,
                 },
                 Some(WaitOutcome::Ask) | None => return None,
             }
@@ -634,24 +644,24 @@ impl<'a> Request<'a> {
                 Some(Box::new(Start::Refused(mismatch(self.store(), &self.reserve, attempt).await)))
             }
             Admission::Answer(answer) => match self.decide(answer.aged(found.began), self.clock().now()) {
-                Step::Decided(start) => Some(Box::new(start)),
-                Step::AskAgain | Step::Running(_) => None,
+                NextStep::Decided(start) => Some(Box::new(start)),
+                NextStep::AskAgain | NextStep::Running(_) => None,
             },
         }
     }
 
     /// Reserves the key as the only one of the waiting duplicates that asks the store now. Passes the number of the
     /// attempt that holds the key after this reservation to the other waiting duplicates.
-    async fn ask_for_all(&mut self, aboard: &mut WaitTicket) -> Step {
+    async fn ask_for_all(&mut self, aboard: &mut WaitTicket) -> NextStep {
         let step = self.ask().await;
         aboard.settle(match &step {
-            Step::Running(RunningAttempt { attempt, lapses_in }) => Some((*attempt, *lapses_in)),
-            Step::Decided(Start::Reserved(held)) => {
+            NextStep::Running(RunningAttempt { attempt, lapses_in }) => Some((*attempt, *lapses_in)),
+            NextStep::Decided(Start::Reserved(held)) => {
                 let Lease { attempt, duration, .. } = held.attempt().lease;
                 Some((attempt, duration))
             }
-            Step::Decided(Start::Replay(replay)) => Some((replay.attempt, self.reserve.lease)),
-            Step::AskAgain | Step::Decided(_) => None,
+            NextStep::Decided(Start::Replay(replay)) => Some((replay.attempt, self.reserve.lease)),
+            NextStep::AskAgain | NextStep::Decided(_) => None,
         });
         step
     }

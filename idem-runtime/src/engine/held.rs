@@ -14,7 +14,7 @@ use super::poll_notes::{DoubtStage, NotesGuard, PollNotes};
 use super::work::Work;
 use crate::error::Error;
 use crate::policy::{Doubt, OnCrash, OptionalMillis, Policy, Uncertain};
-use crate::record::{Lease, Release, Verdict};
+use crate::record::{Journal, Lease, Release, Verdict};
 use crate::store::{LeaseStanding, Limits, StoreError, StoreFuture};
 
 /// An attempt that has reserved its key. The drop of this value releases the key, or marks the key as interrupted.
@@ -37,6 +37,8 @@ pub(super) struct HeldAttempt {
     reconciles: bool,
     /// Retention of a recorded error, if it differs from the retention of a value.
     error_ttl: OptionalMillis,
+    /// Steps of earlier attempts; `None` if there are none.
+    journal: Option<Journal>,
 }
 
 /// An attempt whose body has returned, and the ending to write. The type is separate from [`HeldAttempt`], because an
@@ -88,7 +90,14 @@ pub(super) enum BodyExit {
 
 impl HeldAttempt {
     /// Makes a held attempt. `in_doubt` is true if the reconciler must settle the effect of an earlier attempt first.
-    pub(super) fn new(attempt: Attempt, takeover: bool, in_doubt: bool, enforced: bool, policy: &Policy) -> Self {
+    pub(super) fn new(
+        attempt: Attempt,
+        takeover: bool,
+        in_doubt: bool,
+        enforced: bool,
+        policy: &Policy,
+        journal: Option<Journal>,
+    ) -> Self {
         let release = match attempt.lease.on_crash {
             OnCrash::Retry => Release::Returned,
             OnCrash::Fail => Release::Interrupted,
@@ -114,6 +123,7 @@ impl HeldAttempt {
             notes,
             reconciles,
             error_ttl: policy.error_ttl,
+            journal,
         }
     }
 
@@ -134,7 +144,7 @@ impl HeldAttempt {
             }
         }
         let Attempt { store, lease, reserved_at, .. } = self.attempt();
-        store.context().leases_here().register(store, lease, *reserved_at, self.limits);
+        store.context().leases_here().register(store, lease, *reserved_at, self.limits, self.journal.as_ref());
         let polled = self.poll_as_attempt(work, cx);
         if polled.is_pending() && self.standing(cx) != LeaseStanding::Held {
             // The lease ended during the first poll, when no waker was registered yet, so the task must be woken here.

@@ -23,6 +23,7 @@ mod poll_notes;
 pub(crate) mod reconciliation;
 pub(crate) mod recorder;
 mod replay;
+mod step;
 mod telemetry;
 mod turns;
 mod work;
@@ -57,6 +58,7 @@ pub use self::reconciliation::{Reconciler, Reconciliation};
 #[cfg(feature = "conformance")]
 pub use self::recorder::replay;
 pub(crate) use self::recorder::{ErrorRule, RecordResults, RecordValues, Recorder};
+pub use self::step::{Step, StepBuilder, StepName};
 use crate::codec::{Codec, Json};
 use crate::error::Error;
 use crate::key::{Fingerprint, FingerprintError, Key, KeyError};

@@ -49,6 +49,7 @@ impl Refusal {
             Error::ResultUnavailable { .. } => Some(Self::ResultUnavailable),
             Error::Store { started: false, .. } => Some(Self::Store),
             Error::NoAttempt
+            | Error::Step { .. }
             | Error::LeaseLost { .. }
             | Error::Unrecorded { .. }
             | Error::TimedOut { .. }

@@ -149,7 +149,7 @@ where
     }
 }
 
-fn payload<C: Codec, V: Serialize>(value: &V, max_result_bytes: usize) -> StoredResult {
+pub(super) fn payload<C: Codec, V: Serialize>(value: &V, max_result_bytes: usize) -> StoredResult {
     match codec::write::<C, V>(value) {
         Ok((_, bytes)) if bytes.len() > max_result_bytes => StoredResult::TooLarge { size: bytes.len() as u64 },
         Ok((codec, bytes)) => StoredResult::Encoded { codec, bytes: Bytes::from(bytes) },
@@ -160,7 +160,7 @@ fn payload<C: Codec, V: Serialize>(value: &V, max_result_bytes: usize) -> Stored
     }
 }
 
-fn read<C: Codec, V: DeserializeOwned>(
+pub(super) fn read<C: Codec, V: DeserializeOwned>(
     payload: &StoredResult,
     is_error: bool,
     on_undecodable: OnUndecodable,

@@ -279,6 +279,7 @@ fn outcome_of(error: &Error) -> CallOutcome {
     match error {
         Error::MissingKey { .. } => CallOutcome::MissingKey,
         Error::NoAttempt
+        | Error::Step { .. }
         | Error::InvalidKey { .. }
         | Error::InvalidFingerprint { .. }
         | Error::InvalidPolicy { .. } => CallOutcome::Invalid,
@@ -343,6 +344,7 @@ fn log_error(error: &Error) {
         }
         // These errors are logged where they are detected.
         Error::NoAttempt
+        | Error::Step { .. }
         | Error::LeaseLost { .. }
         | Error::TimedOut { .. }
         | Error::Panicked { .. }

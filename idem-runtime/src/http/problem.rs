@@ -320,6 +320,7 @@ impl Problem {
             Error::AttemptsExhausted { .. } => ProblemKind::AttemptsExhausted,
             Error::TimedOut { .. } => ProblemKind::TimedOut,
             Error::NoAttempt
+            | Error::Step { .. }
             | Error::InvalidPolicy { .. }
             | Error::Panicked { .. }
             | Error::MessageLost { .. }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
 
+use super::step_journal::StepJournal;
 use crate::clock::{Instant, as_nanos};
 use crate::key::Key;
 use crate::policy::OnCrash;
@@ -119,6 +120,8 @@ pub(super) struct LeaseEntry {
     pub(super) is_ending: bool,
     /// Waker of the body's task, which is woken when `standing` changes, and when a lapsed lease is renewed.
     pub(super) waker: Option<Waker>,
+    /// Steps of the attempt; `None` while it has none.
+    pub(super) journal: Option<Arc<StepJournal>>,
 }
 
 impl LeaseEntry {

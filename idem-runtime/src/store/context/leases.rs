@@ -10,12 +10,13 @@ use tokio::sync::Notify;
 use super::deliveries::{Callback, CallbackEnd, Delivery, DeliveryTable, DueBeat};
 use super::late_writes::{FlushGuard, LateWrites};
 use super::lease_table::{LeaseEntry, LeaseStanding, LeaseTable, Limits, RenewalFailure, RenewalStates, no_answer};
+use super::step_journal::StepJournal;
 use crate::clock::{Clock, Instant};
 use crate::combine::race;
 use crate::key::Key;
 use crate::metrics::{BeatResult, BrokerBeat, Metrics, StoreOp};
 use crate::policy::OnCrash;
-use crate::record::{Lease, OwnerToken, Verdict};
+use crate::record::{Journal, Lease, OwnerToken, Verdict};
 use crate::store::outage::Outage;
 use crate::store::{Store, StoreError, StoreErrorKind};
 use crate::sync::PerProcess;
@@ -132,13 +133,14 @@ impl Leases {
         states
     }
 
-    /// Keeps `lease` alive until it is deregistered, within `limits`.
+    /// Keeps `lease` alive until it is deregistered, within `limits`. `journal`: steps of earlier attempts.
     pub(crate) fn register(
         self: &Arc<Self>,
         store: &Arc<dyn Store>,
         lease: &Lease,
         confirmed_at: Instant,
         limits: Limits,
+        journal: Option<&Journal>,
     ) {
         let entry = LeaseEntry {
             store: Arc::clone(store),
@@ -152,6 +154,7 @@ impl Leases {
             standing: LeaseStanding::Held,
             is_ending: false,
             waker: None,
+            journal: journal.map(|journal| Arc::new(StepJournal::of(journal))),
         };
         let next = nanos(entry.next());
         self.table.shard_of(lease.owner).insert(lease.owner, entry);
@@ -159,6 +162,12 @@ impl Leases {
         if self.beats() && next < self.next_beat.load(Ordering::SeqCst) {
             self.expect_beat();
         }
+    }
+
+    /// Returns the steps of the attempt of `owner`; `None` after the end of the attempt.
+    pub(crate) fn journal(&self, owner: OwnerToken) -> Option<Arc<StepJournal>> {
+        let mut shard = self.table.shard_of(owner);
+        shard.get_mut(&owner).map(|entry| Arc::clone(entry.journal.get_or_insert_default()))
     }
 
     /// Returns whether the body of `owner` may be polled. Wakes `waker` when the standing of the lease changes.

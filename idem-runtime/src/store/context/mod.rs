@@ -11,6 +11,7 @@ mod interleavings;
 mod late_writes;
 mod lease_table;
 mod leases;
+mod step_journal;
 mod tag_counts;
 
 use self::counts::EventCounts;
@@ -23,6 +24,7 @@ use self::lease_table::RenewalStates;
 pub(crate) use self::lease_table::{LeaseStanding, Limits};
 pub(crate) use self::leases::{BeatGuard, Timer};
 use self::leases::{Leases, RenewalMode};
+pub(crate) use self::step_journal::{StepClaim, StepJournal};
 #[cfg(feature = "postgres")]
 pub(crate) use self::tag_counts::TagCounts;
 use super::error::StoreError;

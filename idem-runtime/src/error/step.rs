@@ -1,0 +1,110 @@
+//! Reasons why a step did not run, or has no value.
+
+use std::fmt;
+
+use crate::codec::ResultProblem;
+use crate::key::{Fingerprint, FingerprintError};
+use crate::record::journal::{JournalError, MAX_STEP_NAME_BYTES};
+
+/// Reason why a step did not run, or has no value; see [`Error::Step`](crate::Error::Step).
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum StepProblem {
+    /// The name is empty, longer than 256 bytes, begins with `idem:`, or has a `[` outside of its key. The body of the
+    /// step did not run.
+    InvalidName,
+    /// This attempt has already used the name, for a step that runs or has ended with a value. The body of the step did
+    /// not run.
+    UsedTwice,
+    /// The step is inside of another step of the same attempt. The body of the step did not run.
+    Nested,
+    /// The attempt runs in the user's transaction, whose rows and record commit together. The body of the step did not
+    /// run.
+    InTransaction,
+    /// The attempt has ended. The body of the step did not run.
+    AttemptEnded,
+    /// The journal holds as many steps as it may. The body of the step did not run.
+    #[non_exhaustive]
+    TooMany {
+        /// Largest number of steps.
+        max: usize,
+    },
+    /// The inputs can't be hashed. The body of the step did not run.
+    InvalidInputs(FingerprintError),
+    /// An earlier attempt ran the step with other inputs. The body of the step did not run again.
+    #[non_exhaustive]
+    OtherInputs {
+        /// Number of the attempt that ran the step.
+        attempt: u32,
+        /// Fingerprint of the inputs in the journal; `None` if the step had no fingerprint.
+        recorded: Option<Box<Fingerprint>>,
+        /// Fingerprint of the inputs of this attempt.
+        presented: Box<Fingerprint>,
+    },
+    /// The step has ended in an earlier attempt, but its value is not available. The body of the step did not run
+    /// again.
+    #[non_exhaustive]
+    ValueUnavailable {
+        /// Number of the attempt that ran the step.
+        attempt: u32,
+        /// Reason why there is no value.
+        problem: Box<ResultProblem>,
+    },
+    /// The journal can't be read, so the step may have ended in an earlier attempt. The body of the step did not run.
+    UnreadableJournal(JournalError),
+}
+
+impl StepProblem {
+    /// Returns whether the deployment is wrong, as opposed to the message.
+    pub(crate) fn is_misconfiguration(&self) -> bool {
+        match self {
+            Self::InvalidName | Self::UsedTwice | Self::Nested | Self::InTransaction | Self::TooMany { .. } => true,
+            Self::ValueUnavailable { problem, .. } => problem.is_misconfiguration(),
+            Self::UnreadableJournal(error) => matches!(error, JournalError::LaterVersion(_)),
+            Self::AttemptEnded | Self::InvalidInputs(_) | Self::OtherInputs { .. } => false,
+        }
+    }
+}
+
+impl fmt::Display for StepProblem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::InvalidName => write!(
+                f,
+                "the name is not valid, and the step did not run; use a text of 1 to {MAX_STEP_NAME_BYTES} bytes without \
+                 `[`, which does not begin with `idem:`"
+            ),
+            Self::UsedTwice => f.write_str(
+                "this attempt has already used the name, and the step did not run; in a loop, name each step with a key: \
+                 `step((\"reserve\", line.sku))`",
+            ),
+            Self::Nested => f.write_str(
+                "the step is inside of another step, and did not run; run the two steps one after the other",
+            ),
+            Self::InTransaction => f.write_str(
+                "a call in your transaction keeps no journal, and the step did not run; the rows and the record of the \
+                 call commit together, so the effect needs no step",
+            ),
+            Self::AttemptEnded => f.write_str("the attempt has ended, and the step did not run"),
+            Self::TooMany { max } => {
+                write!(f, "the journal holds {max} steps, and the step did not run; join steps, or use several handlers")
+            }
+            Self::InvalidInputs(error) => write!(f, "the inputs can't be hashed, and the step did not run: {error}"),
+            Self::OtherInputs { attempt, recorded, presented } => {
+                let recorded = recorded.as_ref().map_or_else(|| "no inputs".to_owned(), |it| it.short().to_string());
+                write!(
+                    f,
+                    "attempt {attempt} ran the step with other inputs (fingerprint {recorded}, now {}), and the step did \
+                     not run again; the inputs of a step must be the same on every attempt",
+                    presented.short()
+                )
+            }
+            Self::ValueUnavailable { attempt, problem } => {
+                write!(f, "the step ended in attempt {attempt}, its value is not available, and it did not run again: {problem}")
+            }
+            Self::UnreadableJournal(error) => {
+                write!(f, "the steps of earlier attempts can't be read, and the step did not run: {error}")
+            }
+        }
+    }
+}

@@ -1,0 +1,431 @@
+//! Steps: what is journaled, what runs again, and what is refused.
+
+use std::sync::Mutex;
+
+use idem_runtime::step::StepProblem;
+use idem_runtime::store::Journal;
+
+use super::super::*;
+
+/// Effects in the outside world, by the child key that each call presented.
+#[derive(Default)]
+struct Effects(Mutex<Vec<String>>);
+
+impl Effects {
+    fn count(&self) -> usize {
+        self.0.lock().unwrap().len()
+    }
+
+    async fn charge(&self, key: String) -> Result<u32, Error> {
+        self.0.lock().unwrap().push(key);
+        Ok(u32::try_from(self.count()).unwrap())
+    }
+}
+
+/// Returns the problem of a step, and panics for any other result.
+fn problem<T: std::fmt::Debug>(result: Result<T, Error>) -> StepProblem {
+    match result {
+        Err(Error::Step { problem, .. }) => problem,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Error of a body, with a number that the test reads back.
+fn lost(retry_after: Duration) -> Error {
+    Error::MessageLost { key: None, attempt: None, retry_after }
+}
+
+impl World {
+    /// Makes one call with this body.
+    async fn run<T>(&self, body: impl Future<Output = Result<T, Error>>) -> Result<T, Error>
+    where
+        T: Serialize + for<'a> Deserialize<'a>,
+    {
+        self.operation(POLICY).run(body).await
+    }
+
+    async fn journal(&self) -> Option<Journal> {
+        self.memory.inspect(&Self::key("k")).await.unwrap().and_then(|found| found.record.journal)
+    }
+}
+
+#[tokio::test]
+async fn an_attempt_continues_after_the_steps_of_the_attempt_before() {
+    let (world, effects) = (World::new(), Effects::default());
+    for delivery in 1..=3 {
+        let body = async {
+            let attempt = current()?;
+            let charge = attempt.step("charge").run(async |step| effects.charge(step.child_key()).await).await?;
+            for sku in ["a", "b"] {
+                let reserve = attempt.step(("reserve", sku));
+                reserve.run(async |step| effects.charge(step.child_key()).await).await?;
+            }
+            match delivery {
+                3 => Ok(charge),
+                _ => Err(Error::NoAttempt),
+            }
+        };
+        let ended = world.run(body).await;
+        assert_eq!(ended.is_ok(), delivery == 3, "{ended:?}");
+        assert_eq!(effects.count(), 3, "delivery {delivery}: each step has run once");
+        assert_eq!(world.journal().await.is_some(), delivery < 3, "the journal ends with the operation");
+    }
+    assert_eq!(world.store.count(StoreCall::Append), 3, "one write for each step that ran");
+    assert_eq!(world.store.count(StoreCall::Reserve), 3, "the journal comes with the reservation");
+    assert_eq!(world.run(async { Ok(0_u32) }).await.unwrap(), 1, "the recorded result is that of the first charge");
+}
+
+#[tokio::test]
+async fn a_step_has_the_child_key_of_its_name() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async {
+        let attempt = current()?;
+        attempt.step("charge").run(async |step| effects.charge(step.child_key()).await).await?;
+        attempt.step(("line", 7)).run(async |step| effects.charge(step.child_key()).await).await?;
+        Ok((attempt.child_key("charge"), attempt.child_key("line[7]")))
+    };
+    let keys = world.run(body).await.unwrap();
+    assert_eq!(*effects.0.lock().unwrap(), [keys.0, keys.1]);
+}
+
+#[tokio::test]
+async fn a_crash_runs_only_the_steps_that_had_not_ended() {
+    let (world, effects) = (World::new(), Effects::default());
+    let dies = async {
+        current()?.step("charge").run(async |step| effects.charge(step.child_key()).await).await?;
+        std::future::pending::<Result<u32, Error>>().await
+    };
+    let dead = FaultyStore::new(&world.store);
+    let operation = Operation::new(&dead, Ok(World::key("k")), POLICY);
+    let mut call = Box::pin(operation.run(dies));
+    assert!(poll_once(call.as_mut()).await.is_pending());
+    // The process dies: nothing renews or releases its lease.
+    std::mem::forget(call);
+    for call in [StoreCall::Renew, StoreCall::Release] {
+        dead.always(call, Fault::Hang);
+    }
+    world.clock.advance(LEASE * 2);
+    let body = async {
+        let attempt = current()?;
+        assert_eq!(attempt.number(), 2);
+        let charge = attempt.step("charge").run(async |step| effects.charge(step.child_key()).await).await?;
+        let ship = attempt.step("ship").run(async |step| effects.charge(step.child_key()).await).await?;
+        Ok((charge, ship))
+    };
+    assert_eq!(world.run(body).await.unwrap(), (1, 2));
+    assert_eq!(effects.count(), 2);
+}
+
+#[tokio::test]
+async fn a_name_is_used_once_in_an_attempt() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async {
+        let attempt = current()?;
+        let step = || attempt.step("charge").run(async |step| effects.charge(step.child_key()).await);
+        step().await?;
+        assert!(matches!(problem(step().await), StepProblem::UsedTwice));
+        // Two steps with one name run concurrently.
+        let (first, second) = futures::join!(
+            attempt.step("ship").run(async |_| {
+                yields(3).await;
+                Ok::<_, Error>(())
+            }),
+            attempt.step("ship").run(async |_| effects.charge("twice".to_owned()).await),
+        );
+        first?;
+        assert!(matches!(problem(second), StepProblem::UsedTwice));
+        Ok(0_u32)
+    };
+    world.run(body).await.unwrap();
+    assert_eq!(effects.count(), 1, "a refused step does not run");
+}
+
+#[tokio::test]
+async fn a_step_without_a_value_may_be_tried_again() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async {
+        let attempt = current()?;
+        let failed: Result<u32, _> = attempt.step("charge").run(async |_| Err::<_, Error>(Error::NoAttempt)).await;
+        assert!(matches!(failed, Err(Error::NoAttempt)));
+        {
+            let mut dropped =
+                Box::pin(attempt.step("charge").run(async |_| std::future::pending::<Result<u32, Error>>().await));
+            assert!(poll_once(dropped.as_mut()).await.is_pending());
+        }
+        assert_eq!(world.journal().await, None, "neither an error nor a dropped step is journaled");
+        attempt.step("charge").run(async |step| effects.charge(step.child_key()).await).await
+    };
+    assert_eq!(world.run(body).await.unwrap(), 1);
+}
+
+#[tokio::test]
+async fn steps_that_end_together_share_a_write() {
+    let world = World::new();
+    let body = async {
+        let attempt = current()?;
+        world.store.next(StoreCall::Append, Fault::Slow(2));
+        let step = |name| attempt.step(name).run(async |_| Ok::<_, Error>(1));
+        let steps = [step("a"), step("b"), step("c"), step("d")];
+        futures::future::try_join_all(steps).await?;
+        Err::<u32, _>(Error::NoAttempt)
+    };
+    assert!(world.run(body).await.is_err());
+    assert!(world.store.count(StoreCall::Append) <= 2, "{} writes", world.store.count(StoreCall::Append));
+    let ran = AtomicU32::new(0);
+    let body = async {
+        let attempt = current()?;
+        for name in ["d", "c", "b", "a"] {
+            attempt.step(name).run(async |_| Ok::<_, Error>(ran.fetch_add(1, Ordering::SeqCst))).await?;
+        }
+        Ok(0_u32)
+    };
+    world.run(body).await.unwrap();
+    assert_eq!(ran.into_inner(), 0, "all four are in the journal, in any order");
+}
+
+#[tokio::test]
+async fn other_inputs_under_one_name_are_refused() {
+    let world = World::new();
+    let step = async |inputs: Option<u32>| -> Result<u32, Error> {
+        let step = current()?.step("charge");
+        let step = match inputs {
+            Some(inputs) => step.fingerprint(&inputs),
+            None => step,
+        };
+        step.run(async |_| Ok::<_, Error>(inputs.unwrap_or_default())).await
+    };
+    let fails = async |inputs| {
+        let body = async {
+            let value = step(inputs).await;
+            match value {
+                Ok(value) => Err::<u32, _>(lost(Duration::from_secs(value.into()))),
+                Err(error) => Err(error),
+            }
+        };
+        world.run(body).await.unwrap_err()
+    };
+    let value = |error: Error| match error {
+        Error::MessageLost { retry_after, .. } => retry_after.as_secs(),
+        other => panic!("{other}"),
+    };
+    assert_eq!(value(fails(Some(7)).await), 7);
+    assert_eq!(value(fails(Some(7)).await), 7, "the same inputs");
+    let other = fails(Some(8)).await;
+    assert!(!other.is_misconfigured());
+    assert!(other.to_string().contains("with other inputs"), "{other}");
+    assert!(matches!(problem::<u32>(Err(other)), StepProblem::OtherInputs { attempt: 1, recorded: Some(_), .. }));
+    assert_eq!(value(fails(None).await), 7, "a step without inputs takes the value");
+}
+
+#[tokio::test]
+async fn a_step_inside_of_a_step_is_refused_and_a_nested_call_has_its_own_steps() {
+    let world = World::new();
+    let body = async {
+        let attempt = current()?;
+        let outer = attempt.step("outer").run(async |step| {
+            let inner = step.attempt().step("inner").run(async |_| Ok::<_, Error>(1)).await;
+            assert!(matches!(problem(inner), StepProblem::Nested));
+            let nested = Operation::new(&world.store, Ok(World::key("nested")), POLICY);
+            nested.run(async { current()?.step("outer").run(async |_| Ok::<_, Error>(5)).await }).await
+        });
+        outer.await
+    };
+    assert_eq!(world.run(body).await.unwrap(), 5);
+}
+
+#[tokio::test]
+async fn names_are_checked_before_the_body_runs() {
+    let world = World::new();
+    let body = async {
+        let attempt = current()?;
+        let long = "x".repeat(300);
+        for name in ["", " ", "idem:x", "a[b", long.as_str()] {
+            let refused = attempt.step(name).run(async |_| Ok::<_, Error>(unreachable_value())).await;
+            assert!(matches!(problem(refused), StepProblem::InvalidName), "{name:?}");
+        }
+        let refused = attempt.step(("a[b", "c")).run(async |_| Ok::<_, Error>(unreachable_value())).await;
+        assert!(matches!(problem(refused), StepProblem::InvalidName));
+        attempt.step(("a", "b[c]")).run(async |_| Ok::<_, Error>(1)).await
+    };
+    assert_eq!(world.run(body).await.unwrap(), 1);
+}
+
+fn unreachable_value() -> u32 {
+    unreachable!("the step is refused")
+}
+
+#[tokio::test]
+async fn a_value_that_is_too_large_is_journaled_without_it_and_never_runs_twice() {
+    let (world, effects) = (World::new(), Effects::default());
+    let call = async || {
+        let body = async {
+            let step = current()?.step("export");
+            let text = step.run(async |step| {
+                effects.charge(step.child_key()).await?;
+                Ok::<_, Error>("x".repeat(300 * 1024))
+            });
+            let text = text.await?;
+            assert_eq!(text.len(), 300 * 1024, "this attempt has the value");
+            Err::<u32, _>(lost(Duration::from_secs(1)))
+        };
+        world.run(body).await
+    };
+    assert!(matches!(call().await, Err(Error::MessageLost { .. })));
+    for _ in 0..2 {
+        let refused = problem(call().await);
+        assert!(matches!(refused, StepProblem::ValueUnavailable { attempt: 1, .. }), "{refused}");
+    }
+    assert_eq!(effects.count(), 1);
+}
+
+#[tokio::test]
+async fn a_journal_entry_survives_lost_answers() {
+    for fault in [Fault::Before(StoreErrorKind::Unavailable), Fault::After] {
+        let (world, effects) = (World::new(), Effects::default());
+        for delivery in 1..=2 {
+            let body = async {
+                world.store.next(StoreCall::Append, fault);
+                let value = current()?.step("charge").run(async |step| effects.charge(step.child_key()).await).await?;
+                if delivery == 1 { Err(Error::NoAttempt) } else { Ok(value) }
+            };
+            let mut call = Box::pin(world.run(body));
+            let ended = loop {
+                match poll_once(call.as_mut()).await {
+                    std::task::Poll::Ready(ended) => break ended,
+                    std::task::Poll::Pending => {
+                        world.clock.advance(Duration::from_millis(10));
+                        settle().await;
+                    }
+                }
+            };
+            assert_eq!(ended.is_ok(), delivery == 2, "{ended:?}");
+        }
+        assert_eq!(effects.count(), 1, "{fault:?}");
+    }
+}
+
+#[tokio::test]
+async fn an_entry_that_the_store_does_not_confirm_fails_the_attempt() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async {
+        world.store.always(StoreCall::Append, Fault::Before(StoreErrorKind::Unavailable));
+        current()?.step("charge").run(async |step| effects.charge(step.child_key()).await).await
+    };
+    let mut call = Box::pin(observe(world.run(body)));
+    let (ended, outcome) = loop {
+        match poll_once(call.as_mut()).await {
+            std::task::Poll::Ready(ended) => break ended,
+            std::task::Poll::Pending => {
+                world.clock.advance(Duration::from_secs(1));
+                settle().await;
+            }
+        }
+    };
+    assert!(matches!(ended, Err(Error::Store { started: true, .. })), "{ended:?}");
+    assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "{outcome:?}");
+    drop(call);
+    world.store.always(StoreCall::Append, Fault::None);
+    let body = async { current()?.step("charge").run(async |step| effects.charge(step.child_key()).await).await };
+    assert_eq!(world.run(body).await.unwrap(), 2, "the effect may happen twice, with one child key");
+    let keys = effects.0.lock().unwrap();
+    assert_eq!(keys[0], keys[1]);
+}
+
+#[tokio::test]
+async fn an_attempt_that_was_taken_over_journals_nothing() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async {
+        let attempt = current()?;
+        let step = attempt.step("charge").run(async |step| {
+            // Another process takes over while the body of this step runs.
+            world.clock.advance(LEASE * 2);
+            let request = idem_runtime::store::ReserveRequest::new(
+                World::key("k"),
+                world.memory.context().new_owner(),
+                LEASE,
+                TTL,
+            );
+            world.memory.reserve(&request).await.unwrap();
+            effects.charge(step.child_key()).await
+        });
+        step.await
+    };
+    let ended = world.run(body).await;
+    assert!(matches!(ended, Err(Error::LeaseLost { attempt: 1, .. })), "{ended:?}");
+    assert_eq!(world.journal().await, None);
+}
+
+#[tokio::test]
+async fn a_journal_that_cannot_be_read_runs_no_step() {
+    for (bytes, is_misconfigured) in [(vec![9, 1, 2], true), (vec![1, 0, 200, b'x'], false)] {
+        let world = World::new();
+        let mut request =
+            idem_runtime::store::ReserveRequest::new(World::key("k"), world.memory.context().new_owner(), LEASE, TTL);
+        request.lease = Duration::from_millis(1);
+        let reserved = world.memory.reserve(&request).await;
+        let Ok(idem_runtime::store::Reservation::Granted { lease, .. }) = reserved else { panic!("{reserved:?}") };
+        let written = world.memory.append(&lease, &Journal::new(bytes).unwrap()).await.unwrap();
+        assert_eq!(written, idem_runtime::store::Verdict::Applied);
+        world.clock.advance(LEASE);
+        let body = async {
+            let attempt = current()?;
+            let refused = attempt.step("charge").run(async |_| Ok::<_, Error>(unreachable_value())).await;
+            let Err(error) = refused else { panic!("{refused:?}") };
+            assert_eq!(error.is_misconfigured(), is_misconfigured, "{error}");
+            assert!(matches!(problem::<u32>(Err(error)), StepProblem::UnreadableJournal(_)));
+            Ok(0_u32)
+        };
+        world.run(body).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_step_after_the_end_of_its_attempt_does_not_run() {
+    let world = World::new();
+    let kept = Mutex::new(None);
+    let body = async {
+        *kept.lock().unwrap() = Some(current()?);
+        Ok(0_u32)
+    };
+    world.run(body).await.unwrap();
+    let attempt = kept.into_inner().unwrap().unwrap();
+    let refused = attempt.step("late").run(async |_| Ok::<_, Error>(unreachable_value())).await;
+    assert!(matches!(problem(refused), StepProblem::AttemptEnded));
+}
+
+#[tokio::test]
+async fn a_body_without_a_reservation_runs_its_steps_each_time() {
+    let (world, effects) = (World::new(), Effects::default());
+    for _ in 0..2 {
+        let body = async { current()?.step("charge").run(async |step| effects.charge(step.child_key()).await).await };
+        world.operation(POLICY.mode(Mode::Off)).run(body).await.unwrap();
+    }
+    assert_eq!((effects.count(), world.store.count(StoreCall::Append)), (2, 0));
+}
+
+#[tokio::test]
+async fn a_handler_with_steps_that_borrow_can_be_spawned() {
+    let (store, effects) = (MemoryStore::new(), std::sync::Arc::new(Effects::default()));
+    let handler = async move {
+        let body = async {
+            let (attempt, lines) = (current()?, vec!["a".to_owned(), "b".to_owned()]);
+            let mut lengths = Vec::new();
+            for line in &lines {
+                let step = attempt.step(("reserve", line)).fingerprint(line);
+                let reserved = step.run(async |step| {
+                    effects.charge(step.child_key()).await?;
+                    lengths.push(line.len());
+                    Ok::<_, Error>(line.len())
+                });
+                reserved.await?;
+            }
+            let (first, second) = futures::try_join!(
+                attempt.step("first").run(async |_| Ok::<_, Error>(lines.len())),
+                attempt.step("second").run(|step| async move { Ok::<_, Error>(step.name().len()) }),
+            )?;
+            Ok::<_, Error>((lengths, first, second))
+        };
+        Operation::new(&store, Ok(World::key("k")), POLICY).run(body).await
+    };
+    assert_eq!(tokio::spawn(handler).await.unwrap().unwrap(), (vec![1, 1], 2, 6));
+}
