@@ -430,7 +430,7 @@ async fn damaged_rows_and_rows_of_a_later_version_are_left_unchanged() {
         ("attempts_used", "attempts_used = 2"),
         ("lease", "lease_ms = NULL"),
         ("ttl", "ttl_ms = -1"),
-        ("result", "result = 'x'"),
+        ("codec", "codec = 'json', result = 'x'"),
     ] {
         reserved(&store, name).await;
         raw.batch_execute(&format!("UPDATE {table} SET {change} WHERE key = '1/test/{name}'")).await.unwrap();
@@ -440,7 +440,7 @@ async fn damaged_rows_and_rows_of_a_later_version_are_left_unchanged() {
         raw.query_one(&rows, &[]).await.unwrap().get(0)
     };
     let before = text().await;
-    for name in ["later", "state", "owner", "attempt", "attempts_used", "lease", "ttl", "result"] {
+    for name in ["later", "state", "owner", "attempt", "attempts_used", "lease", "ttl", "codec"] {
         let error = store.reserve(&request(&store, name)).await.unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Corrupt, "{name}: {error}");
         let found = store.inspect(&Key::new("test", name).unwrap()).await.unwrap().unwrap();
@@ -456,7 +456,7 @@ async fn damaged_rows_and_rows_of_a_later_version_are_left_unchanged() {
     assert_eq!(store.purge(100).await.unwrap(), 0, "a record of a later version is not purged");
     assert_eq!(text().await, before);
     idem_tests::forget_damaged(&store, &Key::new("test", "later").unwrap(), "format 99").await;
-    for name in ["state", "owner", "attempt", "attempts_used", "lease", "ttl", "result"] {
+    for name in ["state", "owner", "attempt", "attempts_used", "lease", "ttl", "codec"] {
         idem_tests::forget_damaged(&store, &Key::new("test", name).unwrap(), "damaged").await;
     }
 }

@@ -121,7 +121,11 @@ fn columns(record: &Record, lapses_at: i64, expires_at: i64) -> Columns {
         |duration: std::time::Duration| Cell::Int(i64::try_from(duration.as_millis()).expect("as it was made"));
     let (codec, result, result_bytes) = match record.state.result() {
         Some(result) => payload_columns(result),
-        None => (Cell::Null, Cell::Null, Cell::Null),
+        // The column of the result holds the journal of an unfinished record.
+        None => {
+            let journal = record.journal.as_ref().map_or(Cell::Null, |journal| Cell::Blob(journal.bytes().to_vec()));
+            (Cell::Null, journal, Cell::Null)
+        }
     };
     let told = |text: Option<String>| text.map_or(Cell::Null, Cell::Text);
     let (lease, ttl, fails, begun) = match record.state {
