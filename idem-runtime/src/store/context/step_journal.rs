@@ -1,13 +1,12 @@
 //! The journal of a running attempt: the steps that have ended, and the steps that run.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Mutex;
 
 use bytes::Bytes;
 
 use crate::record::Journal;
 use crate::record::journal::{JournalEntry, JournalError, JournalWriter};
-use crate::sync::lock;
+use crate::sync::{Mutex, lock};
 
 /// Steps of one attempt. Clones of the attempt, which tasks of the body may hold, share this value.
 #[derive(Debug, Default)]
