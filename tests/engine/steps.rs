@@ -429,3 +429,39 @@ async fn a_handler_with_steps_that_borrow_can_be_spawned() {
     };
     assert_eq!(tokio::spawn(handler).await.unwrap().unwrap(), (vec![1, 1], 2, 6));
 }
+
+#[tokio::test]
+async fn shadow_mode_runs_each_step_on_each_delivery() {
+    let (world, effects) = (World::new(), Effects::default());
+    for _ in 0..2 {
+        let body = async {
+            let attempt = current()?;
+            for _ in 0..2 {
+                attempt.step("charge").run(async |step| effects.charge(step.child_key()).await).await?;
+            }
+            Err::<u32, _>(Error::NoAttempt)
+        };
+        world.operation(POLICY.mode(Mode::Shadow)).run(body).await.unwrap_err();
+    }
+    assert_eq!((effects.count(), world.store.count(StoreCall::Append)), (4, 0));
+}
+
+#[tokio::test]
+async fn a_value_that_the_store_cannot_hold_is_journaled_without_it() {
+    let (world, effects) = (World::new(), Effects::default());
+    let call = async |name: &str| {
+        let body = async {
+            let step = current()?.step(name);
+            step.run(async |step| effects.charge(step.child_key()).await).await?;
+            Err::<u32, _>(lost(Duration::from_secs(1)))
+        };
+        world.run(body).await
+    };
+    world.store.next(StoreCall::Append, Fault::Before(StoreErrorKind::TooLarge));
+    assert!(matches!(call("large").await, Err(Error::MessageLost { .. })), "this attempt has the value");
+    assert!(matches!(problem(call("large").await), StepProblem::ValueUnavailable { attempt: 1, .. }));
+    assert_eq!(effects.count(), 1, "the step does not run again");
+    // Not even the entry fits: the attempt fails, and the step may run again.
+    world.store.always(StoreCall::Append, Fault::Before(StoreErrorKind::TooLarge));
+    assert!(matches!(call("other").await, Err(Error::Store { started: true, .. })));
+}

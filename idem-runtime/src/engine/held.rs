@@ -144,7 +144,14 @@ impl HeldAttempt {
             }
         }
         let Attempt { store, lease, reserved_at, .. } = self.attempt();
-        store.context().leases_here().register(store, lease, *reserved_at, self.limits, self.journal.as_ref());
+        store.context().leases_here().register(
+            store,
+            lease,
+            *reserved_at,
+            self.limits,
+            self.journal.as_ref(),
+            self.enforced,
+        );
         let polled = self.poll_as_attempt(work, cx);
         if polled.is_pending() && self.standing(cx) != LeaseStanding::Held {
             // The lease ended during the first poll, when no waker was registered yet, so the task must be woken here.

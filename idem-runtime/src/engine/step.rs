@@ -20,7 +20,7 @@ use crate::metrics::StoreOp;
 use crate::policy::OnUndecodable;
 use crate::record::journal::{JournalEntry, MAX_STEP_NAME_BYTES};
 use crate::record::{OwnerToken, StoredResult, Verdict};
-use crate::store::{StepClaim, StepJournal};
+use crate::store::{JournalAccess, StepClaim, StepJournal, StoreErrorKind};
 
 /// Largest value of a step, in bytes. A larger value is journaled as ended, without its value.
 const MAX_VALUE_BYTES: usize = 256 * 1024;
@@ -105,8 +105,8 @@ impl Attempt {
     /// A step that was cut off between its effect and its journal entry runs again. Its body hands
     /// [`Step::child_key`] to the other system, which then recognises the repetition.
     ///
-    /// Without a reservation ([`is_protected`](Self::is_protected) returns false) a step runs its body and journals
-    /// nothing.
+    /// Without a reservation ([`is_protected`](Self::is_protected) returns false), and in shadow mode, a step runs its
+    /// body and journals nothing.
     ///
     /// ```
     /// # use idem_runtime::{Error, MemoryStore, current, idempotent};
@@ -172,6 +172,7 @@ impl StepBuilder {
             return body(step).await;
         }
         let (journal, inputs) = match begin(&step, inputs)? {
+            StepStart::Unjournaled => return body(step).await,
             StepStart::Runs(journal, inputs) => (journal, inputs),
             StepStart::Ended(entry) => {
                 return read::<Json, T>(&entry.value, false, OnUndecodable::Error).map_err(|problem| {
@@ -199,6 +200,8 @@ impl StepBuilder {
 
 /// First decision about a step.
 enum StepStart {
+    /// The body has to run, and journals nothing: shadow mode changes no outcome.
+    Unjournaled,
     /// The body has to run, with this fingerprint of its inputs.
     Runs(Arc<StepJournal>, Option<Fingerprint>),
     /// An earlier attempt has journaled the step.
@@ -214,12 +217,17 @@ fn failed(step: &Step, problem: StepProblem) -> Error {
 /// Decides whether the body of a step has to run.
 fn begin(step: &Step, inputs: Option<Result<Fingerprint, FingerprintError>>) -> Result<StepStart, Error> {
     let problem = |problem| Err(failed(step, problem));
+    let context = step.attempt.store.context();
+    let owner = step.attempt.lease.owner;
+    let journal = match context.leases().journal(owner) {
+        JournalAccess::On(journal) => journal,
+        JournalAccess::Off => return Ok(StepStart::Unjournaled),
+        JournalAccess::Ended => return problem(StepProblem::AttemptEnded),
+    };
     let inputs = match inputs.transpose() {
         Ok(inputs) => inputs,
         Err(error) => return problem(StepProblem::InvalidInputs(error)),
     };
-    let context = step.attempt.store.context();
-    let owner = step.attempt.lease.owner;
     if !step.name.is_valid() {
         return problem(StepProblem::InvalidName);
     }
@@ -229,7 +237,6 @@ fn begin(step: &Step, inputs: Option<Result<Fingerprint, FingerprintError>>) -> 
     if STEP_OF.get() == Some(owner) {
         return problem(StepProblem::Nested);
     }
-    let Some(journal) = context.leases().journal(owner) else { return problem(StepProblem::AttemptEnded) };
     match journal.claim(step.name()) {
         StepClaim::Runs => Ok(StepStart::Runs(journal, inputs)),
         StepClaim::Ended(entry) => match inputs {
@@ -260,29 +267,27 @@ async fn append(
 ) -> Result<(), Error> {
     let Attempt { store, lease, reserved_at, .. } = &step.attempt;
     if !matches!(value, StoredResult::Encoded { .. }) {
-        tracing::warn!(
-            key = %lease.key, store = store.context().name(), attempt = lease.attempt, step = step.name(), ?value,
-            "the step is journaled without its value; a later attempt can't continue after it"
-        );
+        left_out(step, &value);
     }
-    let entry = JournalEntry { name: step.name().into(), attempt: lease.attempt, inputs, value };
-    let len = journal.add(&entry);
+    journal.add(JournalEntry { name: step.name().into(), attempt: lease.attempt, inputs, value });
     let _turn = journal.turn.lock().await;
-    let Some(written) = journal.unconfirmed(len) else { return Ok(()) };
     let mut tries = Tries::new(&**store, lease, *reserved_at);
-    loop {
+    while let Some((written, count)) = journal.unconfirmed(step.name()) {
         let asked_at = store.context().clock().now();
         match store.append(lease, &written).watched(store, StoreOp::Append).await {
             Ok(Verdict::Applied) => {
                 store.context().leases().confirmed(lease.owner, asked_at);
-                journal.confirm(&written);
-                return Ok(());
+                journal.confirm(count);
             }
             Ok(Verdict::Refused) => {
                 note_refusal();
                 let (key, retry_after) = (lease.key.clone(), step.attempt.pause());
                 let (store, attempt) = (store.context().name(), lease.attempt);
                 return Err(Error::LeaseLost { key, store, attempt, retry_after, source: None });
+            }
+            // Without its value, the entry may fit. The step must not run again only because its value is large.
+            Err(error) if error.kind() == StoreErrorKind::TooLarge && journal.drop_value(step.name()) => {
+                left_out(step, &StoredResult::TooLarge { size: written.bytes().len() as u64 });
             }
             Err(source) => {
                 if may_pass(&source) && tries.again().await {
@@ -295,6 +300,16 @@ async fn append(
             }
         }
     }
+    Ok(())
+}
+
+/// Logs that a step is journaled without its value.
+fn left_out(step: &Step, why: &StoredResult) {
+    tracing::warn!(
+        key = %step.attempt.key(), store = step.attempt.store.context().name(), attempt = step.attempt.number(),
+        step = step.name(), ?why,
+        "the step is journaled without its value; a later attempt can't continue after it"
+    );
 }
 
 /// Gives the name of a step back if its body returns an error, panics or is dropped.

@@ -173,7 +173,7 @@ fn taken(rest: &mut Bytes, length: usize) -> Option<Bytes> {
 }
 
 /// A journal that grows.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct JournalWriter {
     bytes: Vec<u8>,
     entries: usize,
@@ -193,12 +193,8 @@ impl JournalWriter {
         self.entries += 1;
     }
 
-    pub(crate) fn bytes(&self) -> &[u8] {
-        &self.bytes
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.bytes.len()
+    pub(crate) fn into_bytes(self) -> Vec<u8> {
+        self.bytes
     }
 
     pub(crate) fn entries(&self) -> usize {
@@ -225,7 +221,7 @@ mod tests {
         for entry in entries {
             writer.add(entry);
         }
-        Journal::new(writer.bytes().to_vec()).unwrap()
+        Journal::new(writer.into_bytes()).unwrap()
     }
 
     #[test]
@@ -236,7 +232,7 @@ mod tests {
         for entry in &entries[1..] {
             writer.add(entry);
         }
-        assert_eq!(Journal::new(writer.bytes().to_vec()), Some(journal(&entries)));
+        assert_eq!(Journal::new(writer.into_bytes()), Some(journal(&entries)));
     }
 
     #[test]
@@ -260,6 +256,6 @@ mod tests {
         for entry in entries {
             writer.add(entry);
         }
-        writer.len().max(1)
+        writer.into_bytes().len().max(1)
     }
 }

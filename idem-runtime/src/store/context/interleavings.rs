@@ -64,7 +64,7 @@ impl World {
         let asked_at = self.clock.now();
         let lease = self.reserve(key, lease);
         let limits = Limits::new(timeout, Some(timeout));
-        self.leases().register(&self.store, &lease, asked_at, limits, None);
+        self.leases().register(&self.store, &lease, asked_at, limits, None, true);
         lease
     }
 

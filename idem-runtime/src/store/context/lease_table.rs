@@ -118,6 +118,8 @@ pub(super) struct LeaseEntry {
     /// True once the attempt is ending while it holds its lease. A renewal that is refused afterwards may have reached
     /// the store after the end of the attempt was recorded.
     pub(super) is_ending: bool,
+    /// True if the steps of the attempt are journaled; false in shadow mode.
+    pub(super) is_journaled: bool,
     /// Waker of the body's task, which is woken when `standing` changes, and when a lapsed lease is renewed.
     pub(super) waker: Option<Waker>,
     /// Steps of the attempt; `None` while it has none.

@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 use super::deliveries::{Callback, CallbackEnd, Delivery, DeliveryTable, DueBeat};
 use super::late_writes::{FlushGuard, LateWrites};
 use super::lease_table::{LeaseEntry, LeaseStanding, LeaseTable, Limits, RenewalFailure, RenewalStates, no_answer};
-use super::step_journal::StepJournal;
+use super::step_journal::{JournalAccess, StepJournal};
 use crate::clock::{Clock, Instant};
 use crate::combine::race;
 use crate::key::Key;
@@ -134,6 +134,7 @@ impl Leases {
     }
 
     /// Keeps `lease` alive until it is deregistered, within `limits`. `journal`: steps of earlier attempts.
+    /// `is_journaled`: whether the steps of this attempt are journaled.
     pub(crate) fn register(
         self: &Arc<Self>,
         store: &Arc<dyn Store>,
@@ -141,6 +142,7 @@ impl Leases {
         confirmed_at: Instant,
         limits: Limits,
         journal: Option<&Journal>,
+        is_journaled: bool,
     ) {
         let entry = LeaseEntry {
             store: Arc::clone(store),
@@ -154,6 +156,7 @@ impl Leases {
             standing: LeaseStanding::Held,
             is_ending: false,
             waker: None,
+            is_journaled,
             journal: journal.map(|journal| Arc::new(StepJournal::of(journal))),
         };
         let next = nanos(entry.next());
@@ -164,10 +167,13 @@ impl Leases {
         }
     }
 
-    /// Returns the steps of the attempt of `owner`; `None` after the end of the attempt.
-    pub(crate) fn journal(&self, owner: OwnerToken) -> Option<Arc<StepJournal>> {
-        let mut shard = self.table.shard_of(owner);
-        shard.get_mut(&owner).map(|entry| Arc::clone(entry.journal.get_or_insert_default()))
+    /// Returns the steps of the attempt of `owner`.
+    pub(crate) fn journal(&self, owner: OwnerToken) -> JournalAccess {
+        match self.table.shard_of(owner).get_mut(&owner) {
+            Some(LeaseEntry { is_journaled: false, .. }) => JournalAccess::Off,
+            Some(LeaseEntry { journal, .. }) => JournalAccess::On(Arc::clone(journal.get_or_insert_default())),
+            None => JournalAccess::Ended,
+        }
     }
 
     /// Returns whether the body of `owner` may be polled. Wakes `waker` when the standing of the lease changes.

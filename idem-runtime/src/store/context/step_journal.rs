@@ -1,11 +1,10 @@
 //! The journal of a running attempt: the steps that have ended, and the steps that run.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
-use bytes::Bytes;
-
-use crate::record::Journal;
 use crate::record::journal::{JournalEntry, JournalError, JournalWriter};
+use crate::record::{Journal, StoredResult};
 use crate::sync::{Mutex, lock};
 
 /// Steps of one attempt. Clones of the attempt, which tasks of the body may hold, share this value.
@@ -23,12 +22,21 @@ struct Steps {
     earlier: BTreeMap<Box<str>, JournalEntry>,
     /// Names that this attempt has used: of running steps, and of steps that have ended with a value.
     used: BTreeSet<Box<str>>,
-    /// All entries of earlier attempts and of this attempt.
-    written: JournalWriter,
-    /// Number of bytes of `written` that the store has confirmed.
-    confirmed: usize,
+    /// Entries that the store has confirmed, of earlier attempts and of this attempt.
+    confirmed: JournalWriter,
+    /// Entries that the store has not confirmed, in the order in which their steps ended.
+    unconfirmed: Vec<JournalEntry>,
     /// Reason why the journal of earlier attempts can't be read.
     damage: Option<JournalError>,
+}
+
+/// Whether the steps of an attempt are journaled.
+pub(crate) enum JournalAccess {
+    On(Arc<StepJournal>),
+    /// The attempt is one of shadow mode.
+    Off,
+    /// The attempt has ended.
+    Ended,
 }
 
 /// Answer to a step that is about to begin.
@@ -56,8 +64,7 @@ impl StepJournal {
             Ok(entries) => (entries.into_iter().map(|entry| (entry.name.clone(), entry)).collect(), None),
             Err(error) => (BTreeMap::new(), Some(error)),
         };
-        let (written, confirmed) = (JournalWriter::after(journal), journal.bytes().len());
-        let steps = Steps { earlier, used: BTreeSet::new(), written, confirmed, damage };
+        let steps = Steps { earlier, confirmed: JournalWriter::after(journal), damage, ..Steps::default() };
         Self { steps: Mutex::new(steps), turn: tokio::sync::Mutex::default() }
     }
 
@@ -73,7 +80,7 @@ impl StepJournal {
         if let Some(entry) = steps.earlier.remove(name) {
             return StepClaim::Ended(entry);
         }
-        if steps.written.entries() >= Self::MAX_ENTRIES {
+        if steps.confirmed.entries() + steps.unconfirmed.len() >= Self::MAX_ENTRIES {
             steps.used.remove(name);
             return StepClaim::Full;
         }
@@ -85,22 +92,41 @@ impl StepJournal {
         lock(&self.steps).used.remove(name);
     }
 
-    /// Adds the entry of a step that has ended. Returns the length of the journal with this entry.
-    pub(crate) fn add(&self, entry: &JournalEntry) -> usize {
-        let mut steps = lock(&self.steps);
-        steps.written.add(entry);
-        steps.written.len()
+    /// Adds the entry of a step that has ended.
+    pub(crate) fn add(&self, entry: JournalEntry) {
+        lock(&self.steps).unconfirmed.push(entry);
     }
 
-    /// Returns the journal to write, or `None` if the store has confirmed the first `len` bytes.
-    pub(crate) fn unconfirmed(&self, len: usize) -> Option<Journal> {
+    /// Returns the journal to write and its number of new entries, or `None` if the store has confirmed the entry of
+    /// the step `name`.
+    pub(crate) fn unconfirmed(&self, name: &str) -> Option<(Journal, usize)> {
         let steps = lock(&self.steps);
-        (steps.confirmed < len).then(|| Journal::new(Bytes::copy_from_slice(steps.written.bytes()))).flatten()
+        if !steps.unconfirmed.iter().any(|entry| *entry.name == *name) {
+            return None;
+        }
+        let mut written = steps.confirmed.clone();
+        for entry in &steps.unconfirmed {
+            written.add(entry);
+        }
+        Some((Journal::new(written.into_bytes())?, steps.unconfirmed.len()))
     }
 
-    /// Records that the store has confirmed `journal`.
-    pub(crate) fn confirm(&self, journal: &Journal) {
+    /// Records that the store has confirmed the first `count` entries that [`unconfirmed`](Self::unconfirmed) returned.
+    pub(crate) fn confirm(&self, count: usize) {
+        let Steps { confirmed, unconfirmed, .. } = &mut *lock(&self.steps);
+        for entry in unconfirmed.drain(..count) {
+            confirmed.add(&entry);
+        }
+    }
+
+    /// Removes the value of the step `name` from its entry, because the store can't hold it. Returns false if the
+    /// entry has no value.
+    pub(crate) fn drop_value(&self, name: &str) -> bool {
         let mut steps = lock(&self.steps);
-        steps.confirmed = steps.confirmed.max(journal.bytes().len());
+        let Some(entry) = steps.unconfirmed.iter_mut().find(|entry| *entry.name == *name) else { return false };
+        let size = entry.value.stored_bytes();
+        let had_value = matches!(entry.value, StoredResult::Encoded { .. });
+        entry.value = StoredResult::TooLarge { size: size as u64 };
+        had_value
     }
 }
