@@ -547,8 +547,8 @@ impl fmt::Display for Error {
             Self::Step { key, store, step, problem } => write!(f, "key `{key}` in {store}, step `{step}`: {problem}"),
             Self::Store { key, store, started: true, .. } => write!(
                 f,
-                "key `{key}` in {store}: the lease could not be confirmed; the body had started; whether another \
-                 attempt has taken over is not known"
+                "key `{key}` in {store}: the lease, or the journal entry of a step, could not be confirmed; the body \
+                 had started; whether another attempt has taken over is not known"
             ),
             Self::Store { key, store, source, started: false, may_be_reserved, .. } => {
                 let left = match may_be_reserved {

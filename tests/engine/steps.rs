@@ -465,3 +465,73 @@ async fn a_value_that_the_store_cannot_hold_is_journaled_without_it() {
     world.store.always(StoreCall::Append, Fault::Before(StoreErrorKind::TooLarge));
     assert!(matches!(call("other").await, Err(Error::Store { started: true, .. })));
 }
+
+#[tokio::test]
+async fn an_entry_that_may_be_in_the_store_never_loses_its_value() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async {
+        let attempt = current()?;
+        let step = |name| attempt.step(name).run(async |step| effects.charge(step.child_key()).await);
+        // The first write lands, and its answer is lost. Then another step ends, and the journal of both is too large.
+        world.store.next(StoreCall::Append, Fault::After);
+        world.store.next(StoreCall::Append, Fault::Before(StoreErrorKind::TooLarge));
+        let (first, second) = futures::join!(step("first"), step("second"));
+        first?;
+        second?;
+        step("third").await?;
+        Err::<u32, _>(lost(Duration::from_secs(1)))
+    };
+    let mut call = Box::pin(world.run(body));
+    let ended = loop {
+        match poll_once(call.as_mut()).await {
+            std::task::Poll::Ready(ended) => break ended,
+            std::task::Poll::Pending => {
+                world.clock.advance(Duration::from_millis(10));
+                settle().await;
+            }
+        }
+    };
+    assert!(matches!(ended, Err(Error::MessageLost { .. })), "{ended:?}");
+    let body = async {
+        let attempt = current()?;
+        let step = |name| attempt.step(name).run(async |step| effects.charge(step.child_key()).await);
+        let (first, third) = (step("first").await?, step("third").await?);
+        assert!(matches!(problem(step("second").await), StepProblem::ValueUnavailable { .. }));
+        Ok((first, third))
+    };
+    assert_eq!(world.run(body).await.unwrap(), (1, 3));
+    assert_eq!(effects.count(), 3, "no step has run again");
+}
+
+#[tokio::test]
+async fn a_step_that_another_deployment_can_run_ends_no_operation() {
+    let world = World::new();
+    let body = async {
+        let attempt = current().unwrap();
+        let refused = attempt.step("a[b").run(async |_| Ok::<_, Error>(unreachable_value())).await;
+        refused.map_err(Failure::from)
+    };
+    let (ended, outcome) = observe(world.operation(POLICY).record_errors().run(body)).await;
+    assert!(matches!(ended, Err(Failure::Idempotency(_))), "{ended:?}");
+    assert!(!outcome.recorded() && matches!(outcome.disposition(), Disposition::Retry { .. }), "{outcome:?}");
+    assert_eq!(world.state().await, State::Released);
+}
+
+#[tokio::test]
+async fn running_steps_count_against_the_number_of_steps() {
+    let world = World::new();
+    let body = async {
+        let attempt = current()?;
+        let steps = (0..1001).map(|at| {
+            attempt.step(("line", at)).run(async |_| {
+                yields(1).await;
+                Ok::<_, Error>(())
+            })
+        });
+        let ended = futures::future::join_all(steps).await;
+        let (ran, refused): (Vec<_>, Vec<_>) = ended.into_iter().partition(Result::is_ok);
+        assert_eq!((ran.len(), refused.len()), (1000, 1));
+        Ok(0_u32)
+    };
+    world.run(body).await.unwrap();
+}

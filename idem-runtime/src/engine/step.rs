@@ -14,13 +14,13 @@ use super::late::{Tries, may_pass};
 use super::poll_notes::note_refusal;
 use super::recorder::{payload, read};
 use crate::codec::Json;
-use crate::error::{Error, StepProblem};
+use crate::error::{Disposition, Error, StepProblem};
 use crate::key::{Fingerprint, FingerprintError};
 use crate::metrics::StoreOp;
 use crate::policy::OnUndecodable;
 use crate::record::journal::{JournalEntry, MAX_STEP_NAME_BYTES};
 use crate::record::{OwnerToken, StoredResult, Verdict};
-use crate::store::{JournalAccess, StepClaim, StepJournal, StoreErrorKind};
+use crate::store::{JournalAccess, StepClaim, StepJournal, StoreError, StoreErrorKind};
 
 /// Largest value of a step, in bytes. A larger value is journaled as ended, without its value.
 const MAX_VALUE_BYTES: usize = 256 * 1024;
@@ -189,8 +189,8 @@ impl StepBuilder {
             running.as_mut().poll(cx)
         })
         .await?;
-        // The body has returned: from here on the entry leaves with the next write of the journal, even if this future
-        // is dropped.
+        // The body has returned: from here on the entry leaves with the next write of the journal, if there is one,
+        // even if this future is dropped.
         claim.ended = true;
         let stored = payload::<Json, T>(&value, MAX_VALUE_BYTES);
         append(&step, &journal, inputs, stored).await?;
@@ -211,7 +211,12 @@ enum StepStart {
 fn failed(step: &Step, problem: StepProblem) -> Error {
     let (key, store) = (step.attempt.key().clone(), step.attempt.store.context().name());
     tracing::warn!(%key, store, attempt = step.attempt.number(), step = step.name(), %problem, "a step has no value");
-    Error::Step { key, store, step: step.name().into(), problem }
+    let error = Error::Step { key, store, step: step.name().into(), problem };
+    // A later delivery may succeed, so the error of the body must not be recorded as the end of the operation.
+    if matches!(error.disposition(), Disposition::Retry { .. }) {
+        note_refusal();
+    }
+    error
 }
 
 /// Decides whether the body of a step has to run.
@@ -266,18 +271,18 @@ async fn append(
     value: StoredResult,
 ) -> Result<(), Error> {
     let Attempt { store, lease, reserved_at, .. } = &step.attempt;
-    if !matches!(value, StoredResult::Encoded { .. }) {
-        left_out(step, &value);
+    if let StoredResult::TooLarge { .. } | StoredResult::Unencodable = value {
+        left_out(step, step.name(), &value);
     }
     journal.add(JournalEntry { name: step.name().into(), attempt: lease.attempt, inputs, value });
     let _turn = journal.turn.lock().await;
     let mut tries = Tries::new(&**store, lease, *reserved_at);
-    while let Some((written, count)) = journal.unconfirmed(step.name()) {
+    while let Some(write) = journal.write(step.name()) {
         let asked_at = store.context().clock().now();
-        match store.append(lease, &written).watched(store, StoreOp::Append).await {
+        match store.append(lease, &write.journal).watched(store, StoreOp::Append).await {
             Ok(Verdict::Applied) => {
                 store.context().leases().confirmed(lease.owner, asked_at);
-                journal.confirm(count);
+                journal.confirm(&write);
             }
             Ok(Verdict::Refused) => {
                 note_refusal();
@@ -285,29 +290,36 @@ async fn append(
                 let (store, attempt) = (store.context().name(), lease.attempt);
                 return Err(Error::LeaseLost { key, store, attempt, retry_after, source: None });
             }
-            // Without its value, the entry may fit. The step must not run again only because its value is large.
-            Err(error) if error.kind() == StoreErrorKind::TooLarge && journal.drop_value(step.name()) => {
-                left_out(step, &StoredResult::TooLarge { size: written.bytes().len() as u64 });
+            Err(error) if error.kind() == StoreErrorKind::TooLarge && !error.may_have_landed() => {
+                // Without its largest value, the journal may fit. No step must run again only because a value is large.
+                match journal.drop_largest(&write) {
+                    Some((name, size)) => left_out(step, &name, &StoredResult::TooLarge { size }),
+                    None => return Err(unconfirmed(step, error)),
+                }
             }
             Err(source) => {
-                if may_pass(&source) && tries.again().await {
-                    continue;
+                if !may_pass(&source) || !tries.again().await {
+                    return Err(unconfirmed(step, source));
                 }
-                note_refusal();
-                let (key, retry_after) = (lease.key.clone(), step.attempt.pause());
-                let store = store.context().name();
-                return Err(Error::Store { key, store, started: true, may_be_reserved: true, retry_after, source });
             }
         }
     }
     Ok(())
 }
 
+/// Returns the error of a step whose entry the store did not confirm.
+fn unconfirmed(step: &Step, source: StoreError) -> Error {
+    note_refusal();
+    let Attempt { store, lease, .. } = &step.attempt;
+    let (key, store, retry_after) = (lease.key.clone(), store.context().name(), step.attempt.pause());
+    Error::Store { key, store, started: true, may_be_reserved: true, retry_after, source }
+}
+
 /// Logs that a step is journaled without its value.
-fn left_out(step: &Step, why: &StoredResult) {
+fn left_out(step: &Step, name: &str, why: &StoredResult) {
     tracing::warn!(
         key = %step.attempt.key(), store = step.attempt.store.context().name(), attempt = step.attempt.number(),
-        step = step.name(), ?why,
+        step = name, ?why,
         "the step is journaled without its value; a later attempt can't continue after it"
     );
 }

@@ -13,8 +13,8 @@ pub enum StepProblem {
     /// The name is empty, longer than 256 bytes, begins with `idem:`, or has a `[` outside of its key. The body of the
     /// step did not run.
     InvalidName,
-    /// This attempt has already used the name, for a step that runs or has ended with a value. The body of the step did
-    /// not run.
+    /// This attempt has already used the name, for a step that runs, or whose body has returned `Ok`. The body of the
+    /// step did not run.
     UsedTwice,
     /// The step is inside of another step of the same attempt. The body of the step did not run.
     Nested,

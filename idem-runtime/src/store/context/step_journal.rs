@@ -26,6 +26,11 @@ struct Steps {
     confirmed: JournalWriter,
     /// Entries that the store has not confirmed, in the order in which their steps ended.
     unconfirmed: Vec<JournalEntry>,
+    /// Number of unconfirmed entries that a write may have brought to the store, from the first one. These entries
+    /// never change: the store would keep the longer one of two journals.
+    sent: usize,
+    /// Number of steps whose bodies run.
+    running: usize,
     /// Reason why the journal of earlier attempts can't be read.
     damage: Option<JournalError>,
 }
@@ -80,27 +85,32 @@ impl StepJournal {
         if let Some(entry) = steps.earlier.remove(name) {
             return StepClaim::Ended(entry);
         }
-        if steps.confirmed.entries() + steps.unconfirmed.len() >= Self::MAX_ENTRIES {
+        if steps.confirmed.entries() + steps.unconfirmed.len() + steps.running >= Self::MAX_ENTRIES {
             steps.used.remove(name);
             return StepClaim::Full;
         }
+        steps.running += 1;
         StepClaim::Runs
     }
 
     /// Frees the name of a step that has ended without a value.
     pub(crate) fn give_back(&self, name: &str) {
-        lock(&self.steps).used.remove(name);
+        let mut steps = lock(&self.steps);
+        steps.used.remove(name);
+        steps.running -= 1;
     }
 
     /// Adds the entry of a step that has ended.
     pub(crate) fn add(&self, entry: JournalEntry) {
-        lock(&self.steps).unconfirmed.push(entry);
+        let mut steps = lock(&self.steps);
+        steps.unconfirmed.push(entry);
+        steps.running -= 1;
     }
 
-    /// Returns the journal to write and its number of new entries, or `None` if the store has confirmed the entry of
-    /// the step `name`.
-    pub(crate) fn unconfirmed(&self, name: &str) -> Option<(Journal, usize)> {
-        let steps = lock(&self.steps);
+    /// Returns the write that brings the entry of the step `name` to the store, with all other unconfirmed entries;
+    /// `None` if the store has confirmed the entry. Only the holder of `turn` writes.
+    pub(crate) fn write(&self, name: &str) -> Option<JournalWrite> {
+        let mut steps = lock(&self.steps);
         if !steps.unconfirmed.iter().any(|entry| *entry.name == *name) {
             return None;
         }
@@ -108,25 +118,41 @@ impl StepJournal {
         for entry in &steps.unconfirmed {
             written.add(entry);
         }
-        Some((Journal::new(written.into_bytes())?, steps.unconfirmed.len()))
+        let (count, sent_before) = (steps.unconfirmed.len(), steps.sent);
+        steps.sent = count;
+        Some(JournalWrite { journal: Journal::new(written.into_bytes())?, count, sent_before })
     }
 
-    /// Records that the store has confirmed the first `count` entries that [`unconfirmed`](Self::unconfirmed) returned.
-    pub(crate) fn confirm(&self, count: usize) {
-        let Steps { confirmed, unconfirmed, .. } = &mut *lock(&self.steps);
-        for entry in unconfirmed.drain(..count) {
+    /// Records that the store has confirmed `write`.
+    pub(crate) fn confirm(&self, write: &JournalWrite) {
+        let Steps { confirmed, unconfirmed, sent, .. } = &mut *lock(&self.steps);
+        for entry in unconfirmed.drain(..write.count) {
             confirmed.add(&entry);
         }
+        *sent -= write.count;
     }
 
-    /// Removes the value of the step `name` from its entry, because the store can't hold it. Returns false if the
-    /// entry has no value.
-    pub(crate) fn drop_value(&self, name: &str) -> bool {
+    /// Removes the largest value from the entries of `write`, which the store can't hold and has not written. Returns
+    /// the name of the step and the size of its value; `None` if no entry has a value that may be removed.
+    pub(crate) fn drop_largest(&self, write: &JournalWrite) -> Option<(Box<str>, u64)> {
         let mut steps = lock(&self.steps);
-        let Some(entry) = steps.unconfirmed.iter_mut().find(|entry| *entry.name == *name) else { return false };
-        let size = entry.value.stored_bytes();
-        let had_value = matches!(entry.value, StoredResult::Encoded { .. });
-        entry.value = StoredResult::TooLarge { size: size as u64 };
-        had_value
+        let entries = steps.unconfirmed[write.sent_before..write.count].iter_mut();
+        let entry = entries.max_by_key(|entry| entry.value.stored_bytes())?;
+        let StoredResult::Encoded { bytes, .. } = &entry.value else { return None };
+        let size = bytes.len() as u64;
+        entry.value = StoredResult::TooLarge { size };
+        let name = entry.name.clone();
+        steps.sent = write.sent_before;
+        Some((name, size))
     }
+}
+
+/// A journal to write.
+#[derive(Debug)]
+pub(crate) struct JournalWrite {
+    pub(crate) journal: Journal,
+    /// Number of unconfirmed entries that it contains.
+    count: usize,
+    /// Number of these entries that an earlier write may have brought to the store.
+    sent_before: usize,
 }
