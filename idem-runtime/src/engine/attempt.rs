@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::key::Key;
 use crate::policy::{Backoff, Policy};
 use crate::record::{Lease, LeaseMark, OwnerToken, Provenance, Verdict};
-use crate::store::{Store, renew_all};
+use crate::store::{Store, StoreError, renew_all};
 
 thread_local! {
     /// Attempt whose body is being polled on this thread.
@@ -132,28 +132,33 @@ impl Attempt {
         if !self.is_protected() {
             return Ok(());
         }
-        let store = self.store.context().name();
         let asked_at = self.store.context().clock().now();
         match renew_all(&self.store, std::slice::from_ref(&self.lease)).await.map(|answers| answers.first().copied()) {
             Ok(Some(Verdict::Applied)) => {
                 self.store.context().leases().confirmed(self.lease.owner, asked_at);
                 Ok(())
             }
-            Ok(_) => {
-                note_refusal();
-                let (key, attempt) = (self.key().clone(), self.number());
-                Err(Error::LeaseLost { key, store, attempt, retry_after: self.pause(), source: None })
-            }
-            Err(source) => {
-                note_refusal();
-                let (key, retry_after) = (self.key().clone(), self.pause());
-                Err(Error::Store { key, store, started: true, may_be_reserved: true, retry_after, source })
-            }
+            Ok(_) => Err(self.refused()),
+            Err(source) => Err(self.unconfirmed(source)),
         }
     }
 }
 
 impl Attempt {
+    /// Returns the error for a body whose renewal or journal entry the store has refused.
+    pub(super) fn refused(&self) -> Error {
+        note_refusal();
+        let (key, store, attempt) = (self.key().clone(), self.store.context().name(), self.number());
+        Error::LeaseLost { key, store, attempt, retry_after: self.pause(), source: None }
+    }
+
+    /// Returns the error for a body whose renewal or journal entry the store has not confirmed.
+    pub(super) fn unconfirmed(&self, source: StoreError) -> Error {
+        note_refusal();
+        let (key, store, retry_after) = (self.key().clone(), self.store.context().name(), self.pause());
+        Error::Store { key, store, started: true, may_be_reserved: true, retry_after, source }
+    }
+
     /// Returns the pause before the message is delivered again if this attempt fails.
     pub(crate) fn pause(&self) -> Duration {
         self.backoff.after(self.number(), self.lease.owner.seed())

@@ -20,7 +20,7 @@ use crate::metrics::StoreOp;
 use crate::policy::OnUndecodable;
 use crate::record::journal::{JournalEntry, MAX_STEP_NAME_BYTES};
 use crate::record::{OwnerToken, StoredResult, Verdict};
-use crate::store::{JournalAccess, StepClaim, StepJournal, StoreError, StoreErrorKind};
+use crate::store::{JournalAccess, StepClaim, StepJournal, StoreErrorKind};
 
 /// Largest value of a step, in bytes. A larger value is journaled as ended, without its value.
 const MAX_VALUE_BYTES: usize = 256 * 1024;
@@ -284,35 +284,22 @@ async fn append(
                 store.context().leases().confirmed(lease.owner, asked_at);
                 journal.confirm(&write);
             }
-            Ok(Verdict::Refused) => {
-                note_refusal();
-                let (key, retry_after) = (lease.key.clone(), step.attempt.pause());
-                let (store, attempt) = (store.context().name(), lease.attempt);
-                return Err(Error::LeaseLost { key, store, attempt, retry_after, source: None });
-            }
+            Ok(Verdict::Refused) => return Err(step.attempt.refused()),
             Err(error) if error.kind() == StoreErrorKind::TooLarge && !error.may_have_landed() => {
                 // Without its largest value, the journal may fit. No step must run again only because a value is large.
                 match journal.drop_largest(&write) {
                     Some((name, size)) => left_out(step, &name, &StoredResult::TooLarge { size }),
-                    None => return Err(unconfirmed(step, error)),
+                    None => return Err(step.attempt.unconfirmed(error)),
                 }
             }
             Err(source) => {
                 if !may_pass(&source) || !tries.again().await {
-                    return Err(unconfirmed(step, source));
+                    return Err(step.attempt.unconfirmed(source));
                 }
             }
         }
     }
     Ok(())
-}
-
-/// Returns the error of a step whose entry the store did not confirm.
-fn unconfirmed(step: &Step, source: StoreError) -> Error {
-    note_refusal();
-    let Attempt { store, lease, .. } = &step.attempt;
-    let (key, store, retry_after) = (lease.key.clone(), store.context().name(), step.attempt.pause());
-    Error::Store { key, store, started: true, may_be_reserved: true, retry_after, source }
 }
 
 /// Logs that a step is journaled without its value.
