@@ -97,7 +97,7 @@ impl<'a> Parts<'a> {
             },
             State::Released | State::Interrupted => {}
         }
-        if let Some(journal) = record.journal.as_ref().filter(|_| !record.is_finished()) {
+        if let Some(journal) = record.journal_in(&record.state) {
             parts.result = Some(journal.bytes().clone());
         }
         parts

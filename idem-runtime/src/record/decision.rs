@@ -285,8 +285,8 @@ impl Record {
         let decided = |state| {
             let (owner, provenance) = (self.owner.succeeded(), self.provenance.with_decision(by, reason));
             let (attempt, attempts_used, fingerprint) = (self.attempt, self.attempts_used, self.fingerprint);
-            let journal = self.journal.clone();
-            Self { owner, attempt, attempts_used, fingerprint, state, provenance, journal }.without_needless_journal()
+            let journal = self.journal_in(&state).cloned();
+            Self { owner, attempt, attempts_used, fingerprint, state, provenance, journal }
         };
         let released = || Ruling::Replace(Self { attempts_used: 0, ..decided(State::Released) });
         match (action, &self.state) {

@@ -134,7 +134,7 @@ fn room_for(record: &Record) -> usize {
         provenance if provenance.is_empty() => 0,
         provenance => 5 + provenance.texts().iter().map(|text| text.len()).sum::<usize>(),
     };
-    let journal = journal(record).map_or(0, |journal| journal.bytes().len());
+    let journal = record.journal_in(&record.state).map_or(0, |journal| journal.bytes().len());
     HEADER_BYTES + record.fingerprint.map_or(0, |_| Fingerprint::BYTES) + state + provenance + journal
 }
 
@@ -149,7 +149,7 @@ pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
         State::Released | State::Interrupted => (0, 0),
         State::Completed(payload) | State::Failed(payload) => (0, tag(payload)),
     };
-    let tag = if journal(record).is_some() { TAG_JOURNAL } else { tag };
+    let tag = if record.journal_in(&record.state).is_some() { TAG_JOURNAL } else { tag };
     if record.fingerprint.is_some() {
         flags |= FLAG_FINGERPRINT;
     }
@@ -188,16 +188,11 @@ pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
             out.extend_from_slice(&size.to_be_bytes());
         }
         _ => {
-            if let Some(journal) = journal(record) {
+            if let Some(journal) = record.journal_in(&record.state) {
                 out.extend_from_slice(journal.bytes());
             }
         }
     }
-}
-
-/// Returns the journal to write: a finished record has none.
-fn journal(record: &Record) -> Option<&Journal> {
-    record.journal.as_ref().filter(|_| !record.is_finished())
 }
 
 /// Returns the byte of `state` in a record.

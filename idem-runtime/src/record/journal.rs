@@ -180,9 +180,9 @@ pub(crate) struct JournalWriter {
 }
 
 impl JournalWriter {
-    /// Makes a writer that continues `journal`.
-    pub(crate) fn after(journal: &Journal) -> Self {
-        Self { bytes: journal.bytes().to_vec(), entries: journal.entries().map_or(0, |entries| entries.len()) }
+    /// Makes a writer that continues `journal`, which has this number of entries.
+    pub(crate) fn after(journal: &Journal, entries: usize) -> Self {
+        Self { bytes: journal.bytes().to_vec(), entries }
     }
 
     pub(crate) fn add(&mut self, entry: &JournalEntry) {
@@ -228,7 +228,7 @@ mod tests {
     fn a_journal_is_read_back_as_written() {
         let entries = entries();
         assert_eq!(journal(&entries).entries(), Ok(entries.clone()));
-        let mut writer = JournalWriter::after(&journal(&entries[..1]));
+        let mut writer = JournalWriter::after(&journal(&entries[..1]), 1);
         for entry in &entries[1..] {
             writer.add(entry);
         }

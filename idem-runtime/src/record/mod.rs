@@ -228,12 +228,9 @@ impl Record {
         self.owner == lease.owner && self.attempt == lease.attempt
     }
 
-    /// Returns the record without its journal if the operation has finished: its result is enough.
-    pub(crate) fn without_needless_journal(mut self) -> Self {
-        if self.is_finished() {
-            self.journal = None;
-        }
-        self
+    /// Returns the journal that a record with `state` keeps: the result of a finished operation is enough.
+    pub(crate) fn journal_in(&self, state: &State) -> Option<&Journal> {
+        self.journal.as_ref().filter(|_| state.result().is_none())
     }
 
     /// Returns the record without its result and its journal, for a list.

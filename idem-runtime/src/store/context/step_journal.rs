@@ -65,11 +65,13 @@ impl StepJournal {
 
     /// Makes the journal of an attempt that continues with `journal`.
     pub(crate) fn of(journal: &Journal) -> Self {
-        let (earlier, damage) = match journal.entries() {
-            Ok(entries) => (entries.into_iter().map(|entry| (entry.name.clone(), entry)).collect(), None),
-            Err(error) => (BTreeMap::new(), Some(error)),
+        let (entries, damage) = match journal.entries() {
+            Ok(entries) => (entries, None),
+            Err(error) => (Vec::new(), Some(error)),
         };
-        let steps = Steps { earlier, confirmed: JournalWriter::after(journal), damage, ..Steps::default() };
+        let confirmed = JournalWriter::after(journal, entries.len());
+        let earlier = entries.into_iter().map(|entry| (entry.name.clone(), entry)).collect();
+        let steps = Steps { earlier, confirmed, damage, ..Steps::default() };
         Self { steps: Mutex::new(steps), turn: tokio::sync::Mutex::default() }
     }
 
