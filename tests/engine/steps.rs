@@ -44,6 +44,19 @@ impl World {
         self.operation(POLICY).run(body).await
     }
 
+    /// Polls `call` to its end, and moves the clock by `pause` between two polls.
+    async fn moving<F: Future>(&self, mut call: std::pin::Pin<&mut F>, pause: Duration) -> F::Output {
+        loop {
+            match poll_once(call.as_mut()).await {
+                std::task::Poll::Ready(ended) => return ended,
+                std::task::Poll::Pending => {
+                    self.clock.advance(pause);
+                    settle().await;
+                }
+            }
+        }
+    }
+
     async fn journal(&self) -> Option<Journal> {
         self.memory.inspect(&Self::key("k")).await.unwrap().and_then(|found| found.record.journal)
     }
@@ -289,15 +302,7 @@ async fn a_journal_entry_survives_lost_answers() {
                 if delivery == 1 { Err(Error::NoAttempt) } else { Ok(value) }
             };
             let mut call = Box::pin(world.run(body));
-            let ended = loop {
-                match poll_once(call.as_mut()).await {
-                    std::task::Poll::Ready(ended) => break ended,
-                    std::task::Poll::Pending => {
-                        world.clock.advance(Duration::from_millis(10));
-                        settle().await;
-                    }
-                }
-            };
+            let ended = world.moving(call.as_mut(), Duration::from_millis(10)).await;
             assert_eq!(ended.is_ok(), delivery == 2, "{ended:?}");
         }
         assert_eq!(effects.count(), 1, "{fault:?}");
@@ -312,15 +317,7 @@ async fn an_entry_that_the_store_does_not_confirm_fails_the_attempt() {
         current()?.step("charge").run(async |step| effects.charge(step.child_key()).await).await
     };
     let mut call = Box::pin(observe(world.run(body)));
-    let (ended, outcome) = loop {
-        match poll_once(call.as_mut()).await {
-            std::task::Poll::Ready(ended) => break ended,
-            std::task::Poll::Pending => {
-                world.clock.advance(Duration::from_secs(1));
-                settle().await;
-            }
-        }
-    };
+    let (ended, outcome) = world.moving(call.as_mut(), Duration::from_secs(1)).await;
     assert!(matches!(ended, Err(Error::Store { started: true, .. })), "{ended:?}");
     assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "{outcome:?}");
     drop(call);
@@ -482,15 +479,7 @@ async fn an_entry_that_may_be_in_the_store_never_loses_its_value() {
         Err::<u32, _>(lost(Duration::from_secs(1)))
     };
     let mut call = Box::pin(world.run(body));
-    let ended = loop {
-        match poll_once(call.as_mut()).await {
-            std::task::Poll::Ready(ended) => break ended,
-            std::task::Poll::Pending => {
-                world.clock.advance(Duration::from_millis(10));
-                settle().await;
-            }
-        }
-    };
+    let ended = world.moving(call.as_mut(), Duration::from_millis(10)).await;
     assert!(matches!(ended, Err(Error::MessageLost { .. })), "{ended:?}");
     let body = async {
         let attempt = current()?;
