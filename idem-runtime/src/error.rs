@@ -340,6 +340,10 @@ impl Error {
             | Self::HeldBack { retry_after, .. }
             | Self::Store { retry_after, .. }
             | Self::Interrupted { ask_again: Some(retry_after), .. } => Disposition::Retry { after: *retry_after },
+            Self::Step { problem: StepProblem::Unresolved { ask_again: after, .. }, .. }
+            | Self::Step { problem: StepProblem::TimedOut { retry_after: after, .. }, .. } => {
+                Disposition::Retry { after: *after }
+            }
             // The next delivery runs the step: the attempt of this delivery has ended.
             Self::Step { problem: StepProblem::AttemptEnded, .. } => {
                 Disposition::Retry { after: deployment_pause(self.key()) }
@@ -396,12 +400,15 @@ impl Error {
         match self {
             Self::LeaseLost { .. } | Self::Store { started: true, .. } => Some(Doubt::LeaseLost),
             Self::Unrecorded { .. } => Some(Doubt::Unrecorded),
-            Self::TimedOut { .. } => Some(Doubt::TimedOut),
+            Self::TimedOut { .. } | Self::Step { problem: StepProblem::TimedOut { .. }, .. } => Some(Doubt::TimedOut),
             Self::Panicked { attempt: Some(_), .. } => Some(Doubt::Panicked),
             Self::MessageLost { attempt: Some(_), .. } | Self::DeadlinePassed { attempt: Some(_), .. } => {
                 Some(Doubt::Cancelled)
             }
-            Self::Interrupted { .. } => Some(Doubt::Interrupted),
+            Self::Interrupted { .. }
+            | Self::Step { problem: StepProblem::Interrupted { .. } | StepProblem::Unresolved { .. }, .. } => {
+                Some(Doubt::Interrupted)
+            }
             _ => None,
         }
     }

@@ -168,7 +168,10 @@ pub mod future {
 /// Steps of a handler: parts whose values are journaled, so that the next attempt does not run them again. See
 /// [`Attempt::step`].
 pub mod step {
-    pub use crate::engine::{Step, StepBuilder, StepName};
+    pub use crate::engine::{
+        Always, FailOnDoubt, Irreversible, Never, Reaction, ReconcileOnDoubt, RerunOnDoubt, RetriedStep, Step,
+        StepBuilder, StepDoubt, StepName, UncertainIf,
+    };
     pub use crate::error::StepProblem;
 }
 

@@ -469,6 +469,7 @@ fn end_of(
         _ => match work.record(max_result_bytes) {
             // An effect in doubt stays in doubt, whichever calls were refused.
             uncertain @ AttemptEnd::Release(Release::Interrupted) => uncertain,
+            _ if ending.held.step_in_doubt() && !is_ok => AttemptEnd::Release(Release::Interrupted),
             // A refused call in the body may have caused this error. The error is not recorded, because the next
             // delivery may succeed.
             _ if ending.held.refused_inside() && !is_ok => {

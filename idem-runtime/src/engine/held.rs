@@ -182,6 +182,11 @@ impl HeldAttempt {
         self.notes.refused
     }
 
+    /// Returns whether the effect of a step is in doubt, and an operator has to decide.
+    pub(super) fn step_in_doubt(&self) -> bool {
+        self.notes.step_in_doubt
+    }
+
     /// Returns the progress of the reconciler.
     pub(super) fn doubt(&self) -> DoubtStage {
         self.notes.doubt
@@ -201,12 +206,12 @@ impl HeldAttempt {
         report_uncertain(self.on_uncertain, Uncertain { key, store, attempt, cause: Doubt::Reported });
         match self.reconciles {
             true => {
-                tracing::warn!(%key, store, attempt, "the body returned an uncertain error; the next delivery asks the reconciler");
+                tracing::warn!(%key, store, attempt, "the body returned an error, and its effect is in doubt; the next delivery asks the reconciler");
                 ReportedDoubt::ForReconciler
             }
             false => {
                 tracing::error!(
-                    %key, store, attempt, "the body returned an uncertain error, and no other may run: somebody has to decide"
+                    %key, store, attempt, "the body returned an error, its effect is in doubt, and no other body may run until an operator decides"
                 );
                 ReportedDoubt::ForOperator
             }

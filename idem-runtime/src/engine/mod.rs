@@ -58,7 +58,10 @@ pub use self::reconciliation::{Reconciler, Reconciliation};
 #[cfg(feature = "conformance")]
 pub use self::recorder::replay;
 pub(crate) use self::recorder::{ErrorRule, RecordResults, RecordValues, Recorder};
-pub use self::step::{Step, StepBuilder, StepName};
+pub use self::step::{
+    Always, FailOnDoubt, Irreversible, Never, Reaction, ReconcileOnDoubt, RerunOnDoubt, RetriedStep, Step, StepBuilder,
+    StepDoubt, StepName, UncertainIf,
+};
 use crate::codec::{Codec, Json};
 use crate::error::Error;
 use crate::key::{Fingerprint, FingerprintError, Key, KeyError};

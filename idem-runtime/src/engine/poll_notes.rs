@@ -18,6 +18,8 @@ thread_local! {
 pub(super) struct PollNotes {
     /// True if the library has temporarily refused a call in the body.
     pub(super) refused: bool,
+    /// True if the effect of a step is in doubt, and an operator has to decide.
+    pub(super) step_in_doubt: bool,
     pub(super) doubt: DoubtStage,
 }
 
@@ -38,12 +40,17 @@ pub(super) enum DoubtStage {
 
 impl PollNotes {
     /// Notes before the first poll of a body.
-    pub(super) const NEW: Self = Self { refused: false, doubt: DoubtStage::Settled };
+    pub(super) const NEW: Self = Self { refused: false, step_in_doubt: false, doubt: DoubtStage::Settled };
 }
 
 /// Records that the library temporarily refuses a call. If the enclosing body fails, the refusal may be the only cause.
 pub(super) fn note_refusal() {
     NOTES.set(PollNotes { refused: true, ..NOTES.get() });
+}
+
+/// Records that the effect of a step is in doubt. If the body fails, the operation is interrupted.
+pub(super) fn note_step_in_doubt() {
+    NOTES.set(PollNotes { step_in_doubt: true, ..NOTES.get() });
 }
 
 /// Returns the progress of the reconciler of the body that is being polled on this thread.

@@ -8,7 +8,7 @@ use super::poll_notes::{DoubtStage, doubt, note_doubt, note_unresolved};
 use crate::error::Error;
 
 /// Shortest pause between two questions to a reconciler.
-const SHORTEST_PAUSE: Duration = Duration::from_millis(100);
+pub(super) const SHORTEST_PAUSE: Duration = Duration::from_millis(100);
 
 /// Answer of a reconciler: whether an effect in doubt has happened.
 ///

@@ -1,6 +1,7 @@
 //! Reasons why a step did not run, or has no value.
 
 use std::fmt;
+use std::time::Duration;
 
 use crate::codec::ResultProblem;
 use crate::key::{Fingerprint, FingerprintError};
@@ -50,6 +51,30 @@ pub enum StepProblem {
         /// Reason why there is no value.
         problem: Box<ResultProblem>,
     },
+    /// The body of the step has begun in an earlier attempt, and its end is not known. The body did not run again, and
+    /// an operator has to decide whether the effect happened.
+    #[non_exhaustive]
+    Interrupted {
+        /// Number of the attempt whose effect is in doubt.
+        attempt: u32,
+    },
+    /// The body of the step has begun in an earlier attempt, and the reconciler does not know whether the effect
+    /// happened. The body did not run again.
+    #[non_exhaustive]
+    Unresolved {
+        /// Number of the attempt whose effect is in doubt.
+        attempt: u32,
+        /// Time until the reconciler may know more.
+        ask_again: Duration,
+    },
+    /// The body of the step ran for longer than its time limit and was dropped. Its effect may have happened.
+    #[non_exhaustive]
+    TimedOut {
+        /// Time limit of the step.
+        timeout: Duration,
+        /// Suggested time until the next delivery.
+        retry_after: Duration,
+    },
     /// The journal can't be read, so the step may have ended in an earlier attempt. The body of the step did not run.
     UnreadableJournal(JournalError),
 }
@@ -61,7 +86,12 @@ impl StepProblem {
             Self::InvalidName | Self::UsedTwice | Self::Nested | Self::InTransaction | Self::TooMany { .. } => true,
             Self::ValueUnavailable { problem, .. } => problem.is_misconfiguration(),
             Self::UnreadableJournal(error) => matches!(error, JournalError::LaterVersion(_)),
-            Self::AttemptEnded | Self::InvalidInputs(_) | Self::OtherInputs { .. } => false,
+            Self::AttemptEnded
+            | Self::InvalidInputs(_)
+            | Self::OtherInputs { .. }
+            | Self::Interrupted { .. }
+            | Self::Unresolved { .. }
+            | Self::TimedOut { .. } => false,
         }
     }
 }
@@ -102,6 +132,20 @@ impl fmt::Display for StepProblem {
             Self::ValueUnavailable { attempt, problem } => {
                 write!(f, "the step ended in attempt {attempt}, its value is not available, and it did not run again: {problem}")
             }
+            Self::Interrupted { attempt } => write!(
+                f,
+                "the step began in attempt {attempt} and may have had its effect, and it did not run again; find out whether \
+                 the effect happened, and record that with `idem resolve --step`"
+            ),
+            Self::Unresolved { attempt, ask_again } => write!(
+                f,
+                "the step began in attempt {attempt} and may have had its effect, and it did not run again; its reconciler \
+                 is asked again in {ask_again:.0?}"
+            ),
+            Self::TimedOut { timeout, .. } => write!(
+                f,
+                "the step ran for longer than its time limit of {timeout:?} and was dropped; its effect may have happened"
+            ),
             Self::UnreadableJournal(error) => {
                 write!(f, "the steps of earlier attempts can't be read, and the step did not run: {error}")
             }

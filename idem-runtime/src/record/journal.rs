@@ -6,8 +6,10 @@
 //! |---|---|
 //! | 1 | version of the journal: 1 |
 //! | then, for each step | length of the name (2 bytes), name, number of the attempt (4 bytes), 1 if a fingerprint of the inputs follows, fingerprint |
-//! | then | value: 1 stored, 2 too large, 3 unencodable |
+//! | then | progress: 1 ended with a stored value, 2 ended with a value that is too large, 3 ended with a value that does not encode, 4 begun, 5 undone |
 //! | then | stored: length of the codec's name (1 byte), name, length of the value (4 bytes), value; too large: size of the value (8 bytes) |
+//!
+//! A step may have several entries: the last one counts.
 
 use std::fmt;
 use std::sync::Arc;
@@ -23,6 +25,8 @@ const VERSION: u8 = 1;
 const STORED: u8 = 1;
 const TOO_LARGE: u8 = 2;
 const UNENCODABLE: u8 = 3;
+const BEGUN: u8 = 4;
+const UNDONE: u8 = 5;
 /// Longest name of a step, in bytes.
 pub(crate) const MAX_STEP_NAME_BYTES: usize = 256;
 
@@ -99,7 +103,7 @@ impl fmt::Display for JournalError {
 
 impl std::error::Error for JournalError {}
 
-/// Result of one step.
+/// Progress of one step.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct JournalEntry {
     pub(crate) name: Box<str>,
@@ -107,8 +111,18 @@ pub(crate) struct JournalEntry {
     pub(crate) attempt: u32,
     /// Fingerprint of the inputs of the step, if it has one.
     pub(crate) inputs: Option<Fingerprint>,
-    /// Value of the step, or the reason why no value is stored.
-    pub(crate) value: StoredResult,
+    pub(crate) progress: StepProgress,
+}
+
+/// Progress of a step in an entry of a journal.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum StepProgress {
+    /// The body of the step is about to run, and its effect is in doubt until a later entry.
+    Begun,
+    /// The body that had begun has had no effect, and the step may run again.
+    Undone,
+    /// The step has ended. Holds its value, or the reason why no value is stored.
+    Ended(StoredResult),
 }
 
 impl JournalEntry {
@@ -122,18 +136,21 @@ impl JournalEntry {
             1 => Some(Fingerprint::from_bytes(taken(rest, Fingerprint::BYTES)?[..].try_into().ok()?)),
             _ => return None,
         };
-        let value = match rest.try_get_u8().ok()? {
+        let progress = match rest.try_get_u8().ok()? {
             STORED => {
                 let length = rest.try_get_u8().ok()?.into();
                 let codec = CodecName::new(&taken(rest, length)?)?;
                 let length = rest.try_get_u32().ok()?;
-                StoredResult::Encoded { codec, bytes: taken(rest, usize::try_from(length).ok()?)? }
+                let bytes = taken(rest, usize::try_from(length).ok()?)?;
+                StepProgress::Ended(StoredResult::Encoded { codec, bytes })
             }
-            TOO_LARGE => StoredResult::TooLarge { size: rest.try_get_u64().ok()? },
-            UNENCODABLE => StoredResult::Unencodable,
+            TOO_LARGE => StepProgress::Ended(StoredResult::TooLarge { size: rest.try_get_u64().ok()? }),
+            UNENCODABLE => StepProgress::Ended(StoredResult::Unencodable),
+            BEGUN => StepProgress::Begun,
+            UNDONE => StepProgress::Undone,
             _ => return None,
         };
-        Some(Self { name, attempt, inputs, value })
+        Some(Self { name, attempt, inputs, progress })
     }
 
     fn write(&self, out: &mut Vec<u8>) {
@@ -148,22 +165,24 @@ impl JournalEntry {
                 out.extend_from_slice(inputs.as_bytes());
             }
         }
-        match &self.value {
-            StoredResult::Encoded { codec, bytes } => {
+        match &self.progress {
+            StepProgress::Begun => out.push(BEGUN),
+            StepProgress::Undone => out.push(UNDONE),
+            StepProgress::Ended(StoredResult::Encoded { codec, bytes }) => {
                 let codec = codec.as_str().as_bytes();
                 out.extend_from_slice(&[STORED, u8::try_from(codec.len()).unwrap_or_default()]);
                 out.extend_from_slice(codec);
                 out.extend_from_slice(&u32::try_from(bytes.len()).unwrap_or_default().to_be_bytes());
                 out.extend_from_slice(bytes);
             }
-            StoredResult::TooLarge { size } => {
+            StepProgress::Ended(StoredResult::TooLarge { size }) => {
                 out.push(TOO_LARGE);
                 out.extend_from_slice(&size.to_be_bytes());
             }
             // `Unreadable` and `LeftOut` are never written.
-            StoredResult::Unencodable | StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. } => {
-                out.push(UNENCODABLE);
-            }
+            StepProgress::Ended(
+                StoredResult::Unencodable | StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. },
+            ) => out.push(UNENCODABLE),
         }
     }
 }
@@ -209,11 +228,22 @@ mod tests {
     fn entries() -> Vec<JournalEntry> {
         let inputs = Some(Fingerprint::from_bytes([7; Fingerprint::BYTES]));
         let stored = StoredResult::Encoded { codec: CodecName::new(b"json").unwrap(), bytes: Bytes::from_static(b"1") };
-        [(None, stored), (inputs, StoredResult::TooLarge { size: 7 }), (None, StoredResult::Unencodable)]
-            .into_iter()
-            .enumerate()
-            .map(|(at, (inputs, value))| JournalEntry { name: format!("step {at}").into(), attempt: 3, inputs, value })
-            .collect()
+        [
+            (None, StepProgress::Ended(stored)),
+            (inputs, StepProgress::Ended(StoredResult::TooLarge { size: 7 })),
+            (None, StepProgress::Ended(StoredResult::Unencodable)),
+            (inputs, StepProgress::Begun),
+            (None, StepProgress::Undone),
+        ]
+        .into_iter()
+        .enumerate()
+        .map(|(at, (inputs, progress))| JournalEntry {
+            name: format!("step {at}").into(),
+            attempt: 3,
+            inputs,
+            progress,
+        })
+        .collect()
     }
 
     fn journal(entries: &[JournalEntry]) -> Journal {

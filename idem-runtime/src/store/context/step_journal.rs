@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use crate::record::journal::{JournalEntry, JournalError, JournalWriter};
+use crate::key::Fingerprint;
+use crate::record::journal::{JournalEntry, JournalError, JournalWriter, StepProgress};
 use crate::record::{Journal, StoredResult};
 use crate::sync::{Mutex, lock};
 
@@ -18,7 +19,8 @@ pub(crate) struct StepJournal {
 
 #[derive(Debug, Default)]
 struct Steps {
-    /// Entries of earlier attempts, by name. A step takes its entry.
+    /// Last entries of the steps of earlier attempts, and of steps of this attempt whose effects are in doubt, by name.
+    /// A step takes its entry.
     earlier: BTreeMap<Box<str>, JournalEntry>,
     /// Names that this attempt has used: of running steps, and of steps that have ended with a value.
     used: BTreeSet<Box<str>>,
@@ -47,10 +49,12 @@ pub(crate) enum JournalAccess {
 /// Answer to a step that is about to begin.
 #[derive(Debug)]
 pub(crate) enum StepClaim {
-    /// An earlier attempt has journaled the step.
-    Ended(JournalEntry),
+    /// An earlier attempt has journaled the step, with this value.
+    Ended { attempt: u32, inputs: Option<Fingerprint>, value: StoredResult },
     /// The step has to run. Its name is taken until [`StepJournal::give_back`].
     Runs,
+    /// The effect of the step is in doubt since this entry. Its name is taken until [`StepJournal::leave_in_doubt`].
+    InDoubt(JournalEntry),
     /// This attempt has already used the name.
     UsedTwice,
     /// The journal has as many entries as it may have.
@@ -70,43 +74,80 @@ impl StepJournal {
             Err(error) => (Vec::new(), Some(error)),
         };
         let confirmed = JournalWriter::after(journal, entries.len());
-        let earlier = entries.into_iter().map(|entry| (entry.name.clone(), entry)).collect();
+        let mut earlier = BTreeMap::new();
+        for entry in entries {
+            match entry.progress {
+                StepProgress::Undone => earlier.remove(&entry.name),
+                _ => earlier.insert(entry.name.clone(), entry),
+            };
+        }
         let steps = Steps { earlier, confirmed, damage, ..Steps::default() };
         Self { steps: Mutex::new(steps), turn: tokio::sync::Mutex::default() }
     }
 
-    /// Takes `name` for a step that is about to begin.
-    pub(crate) fn claim(&self, name: &str) -> StepClaim {
+    /// Takes `name` for a step that is about to begin. `was`: its name before a renaming.
+    pub(crate) fn claim(&self, name: &str, was: Option<&str>) -> StepClaim {
         let mut steps = lock(&self.steps);
         if let Some(damage) = steps.damage {
             return StepClaim::Damaged(damage);
         }
-        if !steps.used.insert(name.into()) {
+        if steps.used.contains(name) || was.is_some_and(|was| steps.used.contains(was)) {
             return StepClaim::UsedTwice;
         }
-        if let Some(entry) = steps.earlier.remove(name) {
-            return StepClaim::Ended(entry);
-        }
-        if steps.confirmed.entries() + steps.unconfirmed.len() + steps.running >= Self::MAX_ENTRIES {
-            steps.used.remove(name);
-            return StepClaim::Full;
-        }
-        steps.running += 1;
-        StepClaim::Runs
+        let earlier = [Some(name), was].into_iter().flatten().filter_map(|name| steps.earlier.remove(name)).reduce(
+            // The entry of the new name is the later one.
+            |renamed, _| renamed,
+        );
+        let claim = match earlier {
+            Some(JournalEntry { progress: StepProgress::Ended(value), attempt, inputs, .. }) => {
+                StepClaim::Ended { attempt, inputs, value }
+            }
+            Some(begun) => StepClaim::InDoubt(begun),
+            None if steps.confirmed.entries() + steps.unconfirmed.len() + steps.running >= Self::MAX_ENTRIES => {
+                return StepClaim::Full;
+            }
+            None => StepClaim::Runs,
+        };
+        steps.used.extend([Some(name), was].into_iter().flatten().map(Box::from));
+        steps.running += usize::from(!matches!(claim, StepClaim::Ended { .. }));
+        claim
     }
 
-    /// Frees the name of a step that has ended without a value.
-    pub(crate) fn give_back(&self, name: &str) {
+    /// Frees the names of a step that has ended without a value.
+    pub(crate) fn give_back(&self, name: &str, was: Option<&str>) {
         let mut steps = lock(&self.steps);
-        steps.used.remove(name);
+        for name in [Some(name), was].into_iter().flatten() {
+            steps.used.remove(name);
+        }
         steps.running -= 1;
+    }
+
+    /// Frees the names of a step whose effect is in doubt since the entry `since`.
+    pub(crate) fn leave_in_doubt(&self, name: &str, was: Option<&str>, since: JournalEntry) {
+        self.give_back(name, was);
+        lock(&self.steps).earlier.insert(since.name.clone(), since);
+    }
+
+    /// Adds an entry of a step that has not ended.
+    pub(crate) fn add(&self, entry: JournalEntry) {
+        lock(&self.steps).unconfirmed.push(entry);
     }
 
     /// Adds the entry of a step that has ended.
-    pub(crate) fn add(&self, entry: JournalEntry) {
+    pub(crate) fn end(&self, entry: JournalEntry) {
         let mut steps = lock(&self.steps);
         steps.unconfirmed.push(entry);
         steps.running -= 1;
+    }
+
+    /// Takes back the entry `begun` of a body that will not run. If a write may have brought the entry to the store, a
+    /// further entry cancels it with the next write.
+    pub(crate) fn withdraw(&self, begun: &JournalEntry) {
+        let Steps { unconfirmed, sent, .. } = &mut *lock(&self.steps);
+        match unconfirmed.iter().rposition(|entry| entry == begun) {
+            Some(at) if at >= *sent => drop(unconfirmed.remove(at)),
+            _ => unconfirmed.push(JournalEntry { progress: StepProgress::Undone, ..begun.clone() }),
+        }
     }
 
     /// Returns the write that brings the entry of the step `name` to the store, with all other unconfirmed entries;
@@ -139,11 +180,15 @@ impl StepJournal {
     pub(crate) fn drop_largest(&self, write: &JournalWrite) -> Option<(Box<str>, u64)> {
         let mut steps = lock(&self.steps);
         let entries = steps.unconfirmed[write.sent_before..write.count].iter_mut();
-        let entry = entries.max_by_key(|entry| entry.value.stored_bytes())?;
-        let StoredResult::Encoded { bytes, .. } = &entry.value else { return None };
-        let size = bytes.len() as u64;
-        entry.value = StoredResult::TooLarge { size };
-        let name = entry.name.clone();
+        let (value, name) = entries
+            .filter_map(|JournalEntry { name, progress, .. }| match progress {
+                StepProgress::Ended(value @ StoredResult::Encoded { .. }) => Some((value, name)),
+                _ => None,
+            })
+            .max_by_key(|(value, _)| value.stored_bytes())?;
+        let size = value.stored_bytes() as u64;
+        *value = StoredResult::TooLarge { size };
+        let name = name.clone();
         steps.sent = write.sent_before;
         Some((name, size))
     }

@@ -1,0 +1,12 @@
+//! Steps: named parts of a handler whose values are journaled under the attempt.
+
+mod builder;
+mod doubt;
+mod name;
+mod run;
+
+pub use self::builder::{RetriedStep, StepBuilder};
+pub use self::doubt::{
+    Always, FailOnDoubt, Irreversible, Never, Reaction, ReconcileOnDoubt, RerunOnDoubt, StepDoubt, UncertainIf,
+};
+pub use self::name::{Step, StepName};

@@ -1,0 +1,397 @@
+//! The run of a step: the claim of its name, its body, and its journal entries.
+
+use std::cell::Cell;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::doubt::{Reaction, StepDoubt, UncertainIf};
+use super::name::{Step, StepName};
+use crate::codec::Json;
+use crate::combine::race;
+use crate::engine::attempt::Attempt;
+use crate::engine::late::{Tries, may_pass};
+use crate::engine::poll_notes::{note_refusal, note_step_in_doubt};
+use crate::engine::reconciliation::{Reconciliation, SHORTEST_PAUSE};
+use crate::engine::recorder::{payload, read};
+use crate::error::{Error, StepProblem};
+use crate::key::{Fingerprint, FingerprintError};
+use crate::metrics::StoreOp;
+use crate::policy::{Backoff, OnUndecodable};
+use crate::record::journal::{JournalEntry, StepProgress};
+use crate::record::{OwnerToken, StoredResult, Verdict};
+use crate::store::{JournalAccess, StepClaim, StepJournal, StoreErrorKind};
+
+/// Largest value of a step, in bytes. A larger value is journaled as ended, without its value.
+const MAX_VALUE_BYTES: usize = 256 * 1024;
+
+thread_local! {
+    /// Attempt whose step is being polled on this thread.
+    static STEP_OF: Cell<Option<OwnerToken>> = const { Cell::new(None) };
+}
+
+/// Options of a step that do not depend on the types of its body.
+pub(super) struct StepOptions {
+    pub(super) step: Step,
+    pub(super) inputs: Option<Result<Fingerprint, FingerprintError>>,
+    pub(super) timeout: Option<Duration>,
+    pub(super) on_undecodable: OnUndecodable,
+}
+
+/// Repetitions of a body within one attempt.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Retries {
+    /// Largest number of runs of the body. Zero counts as one.
+    pub(super) tries: u32,
+    pub(super) backoff: Backoff,
+}
+
+impl Retries {
+    pub(super) const NONE: Self = Self { tries: 1, backoff: Backoff::DEFAULT };
+}
+
+/// Runs a step, or returns its journaled value. `body` returns `None` if it can't run again.
+pub(super) async fn run<T, E, D, U, Fut>(
+    options: StepOptions,
+    doubt: D,
+    uncertain: U,
+    retries: Retries,
+    mut body: impl FnMut(Step) -> Option<Fut>,
+) -> Result<T, E>
+where
+    T: Serialize + DeserializeOwned,
+    E: From<Error>,
+    D: StepDoubt<T, E>,
+    U: UncertainIf<E>,
+    Fut: Future<Output = Result<T, E>>,
+{
+    let StepOptions { step, inputs, timeout, on_undecodable } = options;
+    let mut claim = match begin(&step, inputs)? {
+        StepStart::Runs(claim) => claim,
+        StepStart::Ended { attempt, value } => {
+            return read::<Json, T>(&value, false, on_undecodable).map_err(|problem| {
+                let problem = StepProblem::ValueUnavailable { attempt, problem: Box::new(problem) };
+                failed(&step, problem).into()
+            });
+        }
+    };
+    if let (true, Some(attempt)) = (D::REACTION != Reaction::Rerun, claim.in_doubt_since()) {
+        let Some(question) = doubt.ask(step.clone()) else {
+            return Err(failed(&step, StepProblem::Interrupted { attempt }).into());
+        };
+        match inside(&step, question).await {
+            Ok(Reconciliation::Done(value)) => return claim.end(&step, value).await,
+            Ok(Reconciliation::NotDone) => {}
+            Ok(Reconciliation::Unknown { ask_again }) => {
+                let problem = StepProblem::Unresolved { attempt, ask_again: ask_again.max(SHORTEST_PAUSE) };
+                return Err(failed(&step, problem).into());
+            }
+            Err(error) => {
+                // The effect is still in doubt, so the error must not be recorded as the end of the operation.
+                note_refusal();
+                return Err(error);
+            }
+        }
+    } else if D::REACTION != Reaction::Rerun {
+        claim.confirm_beginning(&step).await?;
+    }
+    let mut tried = 0;
+    loop {
+        let Some(running) = body(step.clone()) else { return Err(failed(&step, StepProblem::AttemptEnded).into()) };
+        let error = match limited(&step, timeout, running).await {
+            Some(Ok(value)) => return claim.end(&step, value).await,
+            Some(Err(error)) => Some(error),
+            None => None,
+        };
+        tried += 1;
+        let is_uncertain = error.as_ref().is_none_or(|error| uncertain.is_uncertain(error));
+        let leaves_doubt = D::REACTION != Reaction::Rerun && is_uncertain;
+        if !leaves_doubt && tried < retries.tries {
+            let pause = retries.backoff.after(tried, step.attempt.lease.owner.seed() ^ u64::from(tried));
+            step.attempt.store.context().clock().sleep(pause).await;
+            continue;
+        }
+        match D::REACTION {
+            Reaction::Rerun => {}
+            reaction if leaves_doubt => claim.report_doubt(&step, reaction),
+            _ => claim.undo(&step).await,
+        }
+        return Err(error.unwrap_or_else(|| {
+            let retry_after = step.attempt.pause();
+            failed(&step, StepProblem::TimedOut { timeout: timeout.unwrap_or_default(), retry_after }).into()
+        }));
+    }
+}
+
+/// Runs `body` as the body of a step. Returns `None` if `timeout` passes before `body` has returned.
+async fn limited<F: Future>(step: &Step, timeout: Option<Duration>, body: F) -> Option<F::Output> {
+    let Some(timeout) = timeout else { return Some(inside(step, body).await) };
+    race(inside(step, body), step.attempt.store.context().clock().sleep(timeout)).await
+}
+
+/// Polls `body` as a part of a step: a step of the same attempt inside of `body` is refused.
+async fn inside<F: Future>(step: &Step, body: F) -> F::Output {
+    let owner = step.attempt.lease.owner;
+    let mut body = pin!(body);
+    poll_fn(|cx| {
+        let _inside = InsideStep::enter(owner);
+        body.as_mut().poll(cx)
+    })
+    .await
+}
+
+/// Logs that a step did not run or has no value, and returns its error. A later delivery may get further, so the error
+/// of the body must not be recorded as the end of the operation.
+fn failed(step: &Step, problem: StepProblem) -> Error {
+    let (key, store) = (step.attempt.key().clone(), step.attempt.store.context().name());
+    tracing::warn!(%key, store, attempt = step.attempt.number(), step = step.name(), %problem, "a step has no value");
+    match problem {
+        StepProblem::Interrupted { .. } => note_step_in_doubt(),
+        _ => note_refusal(),
+    }
+    Error::Step { key, store, step: step.name().into(), problem }
+}
+
+/// First decision about a step.
+enum StepStart {
+    /// The body has to run.
+    Runs(Claim),
+    /// The attempt `attempt` has journaled the step.
+    Ended { attempt: u32, value: StoredResult },
+}
+
+/// Decides whether the body of a step has to run.
+fn begin(step: &Step, inputs: Option<Result<Fingerprint, FingerprintError>>) -> Result<StepStart, Error> {
+    let problem = |problem| Err(failed(step, problem));
+    if !step.attempt.is_protected() {
+        return Ok(StepStart::Runs(Claim::UNJOURNALED));
+    }
+    let context = step.attempt.store.context();
+    let owner = step.attempt.lease.owner;
+    let journal = match context.leases().journal(owner) {
+        JournalAccess::On(journal) => journal,
+        // Shadow mode changes no outcome.
+        JournalAccess::Off => return Ok(StepStart::Runs(Claim::UNJOURNALED)),
+        JournalAccess::Ended => return problem(StepProblem::AttemptEnded),
+    };
+    let inputs = match inputs.transpose() {
+        Ok(inputs) => inputs,
+        Err(error) => return problem(StepProblem::InvalidInputs(error)),
+    };
+    if !step.name.is_valid() || step.was.as_ref().is_some_and(|was| !was.is_valid()) {
+        return problem(StepProblem::InvalidName);
+    }
+    if !context.renews() {
+        return problem(StepProblem::InTransaction);
+    }
+    if STEP_OF.get() == Some(owner) {
+        return problem(StepProblem::Nested);
+    }
+    let same_inputs = |attempt, recorded: Option<Fingerprint>| match inputs {
+        Some(presented) if !is_same(recorded.as_ref(), &presented) => {
+            let (recorded, presented) = (recorded.map(Box::new), Box::new(presented));
+            Err(failed(step, StepProblem::OtherInputs { attempt, recorded, presented }))
+        }
+        _ => Ok(()),
+    };
+    let entry = JournalEntry {
+        name: step.name().into(),
+        attempt: step.attempt.number(),
+        inputs,
+        progress: StepProgress::Begun,
+    };
+    let was = step.was.as_ref().map(StepName::as_str);
+    let claimed = journal.claim(step.name(), was);
+    let claim = |stage| Claim { journaled: Some(Journaled { journal, entry, was: step.was.clone() }), stage };
+    match claimed {
+        StepClaim::Runs => Ok(StepStart::Runs(claim(ClaimStage::Taken))),
+        StepClaim::InDoubt(earlier) => {
+            let (attempt, inputs) = (earlier.attempt, earlier.inputs);
+            // If the inputs differ, the drop of the claim leaves the step in doubt.
+            let claim = claim(ClaimStage::InDoubt(earlier));
+            same_inputs(attempt, inputs).map(|()| StepStart::Runs(claim))
+        }
+        StepClaim::Ended { attempt, inputs, value } => {
+            same_inputs(attempt, inputs).map(|()| StepStart::Ended { attempt, value })
+        }
+        StepClaim::UsedTwice => problem(StepProblem::UsedTwice),
+        StepClaim::Full => problem(StepProblem::TooMany { max: StepJournal::MAX_ENTRIES }),
+        StepClaim::Damaged(error) => problem(StepProblem::UnreadableJournal(error)),
+    }
+}
+
+/// Returns whether the inputs are the same, as far as the two fingerprints can be compared.
+fn is_same(recorded: Option<&Fingerprint>, presented: &Fingerprint) -> bool {
+    recorded.is_some_and(|recorded| !recorded.is_comparable(presented) || recorded == presented)
+}
+
+/// The name of a step whose body has not ended. The drop gives the name back.
+struct Claim {
+    /// `None` if the step is not journaled.
+    journaled: Option<Journaled>,
+    stage: ClaimStage,
+}
+
+/// Place of a step in the journal of its attempt.
+struct Journaled {
+    journal: Arc<StepJournal>,
+    /// Entry that says that the body has begun.
+    entry: JournalEntry,
+    was: Option<StepName>,
+}
+
+enum ClaimStage {
+    /// The name is taken, and nothing is journaled.
+    Taken,
+    /// The beginning of the body is being journaled. The body has not begun.
+    Begins,
+    /// The effect is in doubt since this entry.
+    InDoubt(JournalEntry),
+    /// The entry of the end leaves with the next write of the journal.
+    Ended,
+}
+
+impl Claim {
+    const UNJOURNALED: Self = Self { journaled: None, stage: ClaimStage::Ended };
+
+    /// Returns the attempt whose effect is in doubt.
+    fn in_doubt_since(&self) -> Option<u32> {
+        match &self.stage {
+            ClaimStage::InDoubt(entry) => Some(entry.attempt),
+            _ => None,
+        }
+    }
+
+    /// Journals that the body begins.
+    async fn confirm_beginning(&mut self, step: &Step) -> Result<(), Error> {
+        let Some(Journaled { journal, entry, .. }) = &self.journaled else { return Ok(()) };
+        self.stage = ClaimStage::Begins;
+        journal.add(entry.clone());
+        confirm(step, journal, &entry.name).await?;
+        self.stage = ClaimStage::InDoubt(entry.clone());
+        Ok(())
+    }
+
+    /// Journals the value of the step. From here on the entry leaves with the next write of the journal, if there is
+    /// one, even if this future is dropped.
+    async fn end<T, E>(mut self, step: &Step, value: T) -> Result<T, E>
+    where
+        T: Serialize + DeserializeOwned,
+        E: From<Error>,
+    {
+        if let Some(Journaled { journal, entry, .. }) = self.journaled.take() {
+            let stored = payload::<Json, T>(&value, MAX_VALUE_BYTES);
+            if let StoredResult::TooLarge { .. } | StoredResult::Unencodable = stored {
+                left_out(step, step.name(), &stored);
+            }
+            journal.end(JournalEntry { progress: StepProgress::Ended(stored), ..entry });
+            confirm(step, &journal, step.name()).await?;
+        }
+        Ok(value)
+    }
+
+    /// Reports that the body has ended with an error, and that its effect is in doubt.
+    fn report_doubt(&self, step: &Step, reaction: Reaction) {
+        let Some(attempt) = self.in_doubt_since() else { return };
+        match reaction {
+            Reaction::Fail => note_step_in_doubt(),
+            // The error must not be recorded as the end of the operation: the next attempt asks the reconciler.
+            Reaction::Rerun | Reaction::Reconcile => note_refusal(),
+        }
+        tracing::warn!(
+            key = %step.attempt.key(), store = step.attempt.store.context().name(), attempt, step = step.name(),
+            "the body of the step returned an uncertain error or ran into its time limit; its effect is in doubt"
+        );
+    }
+
+    /// Journals that the body has had no effect.
+    async fn undo(&mut self, step: &Step) {
+        let (Some(Journaled { journal, entry, .. }), ClaimStage::InDoubt(since)) = (&self.journaled, &self.stage)
+        else {
+            return;
+        };
+        let name = since.name.clone();
+        journal.add(JournalEntry { name: name.clone(), progress: StepProgress::Undone, ..entry.clone() });
+        self.stage = ClaimStage::Taken;
+        if let Err(error) = confirm(step, journal, &name).await {
+            tracing::warn!(
+                key = %step.attempt.key(), store = step.attempt.store.context().name(), step = step.name(), %error,
+                "the body of the step returned an error, and its entry that the effect did not happen is not confirmed; the                  next attempt may find the step in doubt"
+            );
+        }
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        let Some(Journaled { journal, entry, was }) = &self.journaled else { return };
+        let (name, was) = (&*entry.name, was.as_ref().map(StepName::as_str));
+        match std::mem::replace(&mut self.stage, ClaimStage::Ended) {
+            ClaimStage::Taken => journal.give_back(name, was),
+            ClaimStage::Begins => {
+                journal.withdraw(entry);
+                journal.give_back(name, was);
+            }
+            ClaimStage::InDoubt(since) => journal.leave_in_doubt(name, was, since),
+            ClaimStage::Ended => {}
+        }
+    }
+}
+
+/// Waits until the store has confirmed all entries of the step `name`. Steps that end together share a write.
+async fn confirm(step: &Step, journal: &StepJournal, name: &str) -> Result<(), Error> {
+    let Attempt { store, lease, reserved_at, .. } = &step.attempt;
+    let _turn = journal.turn.lock().await;
+    let mut tries = Tries::new(&**store, lease, *reserved_at);
+    while let Some(write) = journal.write(name) {
+        let asked_at = store.context().clock().now();
+        match store.append(lease, &write.journal).watched(store, StoreOp::Append).await {
+            Ok(Verdict::Applied) => {
+                store.context().leases().confirmed(lease.owner, asked_at);
+                journal.confirm(&write);
+            }
+            Ok(Verdict::Refused) => return Err(step.attempt.refused()),
+            Err(error) if error.kind() == StoreErrorKind::TooLarge && !error.may_have_landed() => {
+                // Without its largest value, the journal may fit. No step must run again only because a value is large.
+                match journal.drop_largest(&write) {
+                    Some((name, size)) => left_out(step, &name, &StoredResult::TooLarge { size }),
+                    None => return Err(step.attempt.unconfirmed(error)),
+                }
+            }
+            Err(source) => {
+                if !may_pass(&source) || !tries.again().await {
+                    return Err(step.attempt.unconfirmed(source));
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Logs that a step is journaled without its value.
+fn left_out(step: &Step, name: &str, why: &StoredResult) {
+    tracing::warn!(
+        key = %step.attempt.key(), store = step.attempt.store.context().name(), attempt = step.attempt.number(),
+        step = name, ?why,
+        "the step is journaled without its value; a later attempt can't continue after it"
+    );
+}
+
+/// Marks that a step of an attempt is being polled on this thread, until the guard is dropped.
+struct InsideStep(Option<OwnerToken>);
+
+impl InsideStep {
+    fn enter(owner: OwnerToken) -> Self {
+        Self(STEP_OF.replace(Some(owner)))
+    }
+}
+
+impl Drop for InsideStep {
+    fn drop(&mut self) {
+        STEP_OF.set(self.0);
+    }
+}
