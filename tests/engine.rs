@@ -11,6 +11,7 @@ mod engine {
     mod combinations;
     mod delivery;
     mod disposition;
+    mod doubts;
     mod keeping;
     mod reconciling;
     mod steps;

@@ -1,0 +1,476 @@
+//! Steps whose effects are in doubt: crashes, uncertain errors and time limits inside of a step.
+
+use std::pin::Pin;
+use std::sync::Mutex;
+
+use idem_runtime::policy::{Backoff, OnUndecodable};
+use idem_runtime::step::{StepBuilder, StepProblem};
+use idem_runtime::{Reconciliation, Undecodable};
+
+use super::super::*;
+
+const PAUSE: Duration = Duration::from_secs(7);
+
+/// Effects in the outside world, by the child key that each call presented.
+#[derive(Default)]
+struct Effects(Mutex<Vec<String>>);
+
+impl Effects {
+    fn count(&self) -> usize {
+        self.0.lock().unwrap().len()
+    }
+
+    fn happen(&self, key: String) -> u32 {
+        self.0.lock().unwrap().push(key);
+        u32::try_from(self.count()).unwrap()
+    }
+}
+
+/// Returns the problem of a step, and panics for any other result.
+fn problem<T: std::fmt::Debug>(result: Result<T, Error>) -> StepProblem {
+    match result {
+        Err(Error::Step { problem, .. }) => problem,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Error of a body, with a number that the test reads back.
+fn lost(retry_after: Duration) -> Error {
+    Error::MessageLost { key: None, attempt: None, retry_after }
+}
+
+fn wire() -> Result<StepBuilder, Error> {
+    Ok(current()?.step("wire"))
+}
+
+impl World {
+    /// Makes one call with this body.
+    async fn call_of<T>(&self, body: impl Future<Output = Result<T, Error>>) -> Result<T, Error>
+    where
+        T: Serialize + for<'a> Deserialize<'a>,
+    {
+        let mut call = Box::pin(self.operation(POLICY).run(body));
+        loop {
+            match poll_once(call.as_mut()).await {
+                Poll::Ready(ended) => return ended,
+                Poll::Pending => {
+                    self.clock.advance(Duration::from_millis(20));
+                    settle().await;
+                }
+            }
+        }
+    }
+
+    /// Runs the body as a process that dies at the first await that does not end immediately.
+    async fn dies_in<T>(&self, body: impl Future<Output = Result<T, Error>>)
+    where
+        T: Serialize + for<'a> Deserialize<'a>,
+    {
+        let dead = FaultyStore::new(&self.store);
+        let operation = Operation::new(&dead, Ok(Self::key("k")), POLICY);
+        let mut call = Box::pin(operation.run(body));
+        assert!(poll_once(call.as_mut()).await.is_pending());
+        // Nothing renews or releases the lease of the dead process.
+        std::mem::forget(call);
+        for call in [StoreCall::Renew, StoreCall::Release] {
+            dead.always(call, Fault::Hang);
+        }
+        self.clock.advance(LEASE * 2);
+    }
+}
+
+/// Body of a step whose effect happens, and whose process then dies.
+async fn effect_then_death(effects: &Effects, key: String) -> Result<u32, Error> {
+    effects.happen(key);
+    std::future::pending().await
+}
+
+#[tokio::test]
+async fn under_fail_a_crash_inside_of_a_step_interrupts_the_operation() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async { wire()?.fail().run(async |step| effect_then_death(&effects, step.child_key()).await).await };
+    world.dies_in(body).await;
+    let body = async { wire()?.fail().run(async |step| Ok(effects.happen(step.child_key()))).await };
+    let (ended, outcome) = observe(world.call_of(body)).await;
+    assert!(matches!(problem(ended), StepProblem::Interrupted { attempt: 1, .. }));
+    assert_eq!(outcome.disposition(), Disposition::DeadLetter);
+    assert_eq!(world.state().await, State::Interrupted);
+    assert_eq!(effects.count(), 1);
+}
+
+#[tokio::test]
+async fn under_fail_the_beginning_is_confirmed_before_the_body() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async {
+        let wired = wire()?.fail().run(async |step| {
+            assert_eq!(world.store.count(StoreCall::Append), 1);
+            Ok::<_, Error>(effects.happen(step.child_key()))
+        });
+        wired.await?;
+        assert_eq!(world.store.count(StoreCall::Append), 2);
+        Err::<u32, _>(Error::NoAttempt)
+    };
+    assert!(world.call_of(body).await.is_err());
+    let body = async { wire()?.fail().run(async |step| Ok(effects.happen(step.child_key()))).await };
+    assert_eq!(world.call_of(body).await.unwrap(), 1, "the journaled value is returned");
+    assert_eq!(effects.count(), 1);
+}
+
+#[tokio::test]
+async fn an_error_that_is_certain_lets_the_step_run_again() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async { wire()?.fail().run(async |_| Err::<u32, _>(Error::NoAttempt)).await };
+    assert!(matches!(world.call_of(body).await, Err(Error::NoAttempt)));
+    assert_eq!(world.store.count(StoreCall::Append), 2, "begun, undone");
+    let body = async { wire()?.fail().run(async |step| Ok(effects.happen(step.child_key()))).await };
+    assert_eq!(world.call_of(body).await.unwrap(), 1);
+}
+
+#[tokio::test]
+async fn an_uncertain_error_of_a_step_under_fail_interrupts_the_operation() {
+    let (world, effects) = (World::new(), Effects::default());
+    for _ in 0..2 {
+        let body = async {
+            let wire = wire()?.irreversible().fail();
+            wire.run(async |step| {
+                effects.happen(step.child_key());
+                Err::<u32, _>(Error::NoAttempt)
+            })
+            .await
+        };
+        assert!(world.call_of(body).await.is_err());
+        assert_eq!(effects.count(), 1);
+    }
+    assert_eq!(world.state().await, State::Interrupted);
+}
+
+#[tokio::test]
+async fn only_the_selected_errors_leave_the_effect_in_doubt() {
+    let (world, effects) = (World::new(), Effects::default());
+    for (error, runs) in [(Error::NoAttempt, 1), (lost(PAUSE), 2)] {
+        let mut error = Some(error);
+        let body = async {
+            let wire = wire()?.irreversible().uncertain_errors_if(|error| matches!(error, Error::MessageLost { .. }));
+            wire.fail()
+                .run(async |step| {
+                    effects.happen(step.child_key());
+                    Err::<u32, _>(error.take().unwrap())
+                })
+                .await
+        };
+        assert!(world.call_of(body).await.is_err());
+        assert_eq!(effects.count(), runs);
+    }
+    let body = async { wire()?.fail().run(async |step| Ok(effects.happen(step.child_key()))).await };
+    assert!(matches!(world.call_of(body).await, Err(Error::Interrupted { .. })));
+    assert_eq!(effects.count(), 2);
+}
+
+#[tokio::test]
+async fn a_reconciler_decides_about_a_step_in_doubt() {
+    for (answer, value, runs) in [(Reconciliation::Done(77), 77, 1), (Reconciliation::NotDone, 2, 2)] {
+        let (world, effects) = (World::new(), Effects::default());
+        let asked = AtomicU32::new(0);
+        let body = async {
+            let wire = wire()?.reconcile(async |_| unreachable!("nothing is in doubt"));
+            wire.run(async |step| effect_then_death(&effects, step.child_key()).await).await
+        };
+        world.dies_in(body).await;
+        let body = async {
+            let key = current()?.child_key("wire");
+            let wire = wire()?.reconcile(async |step| {
+                assert_eq!(step.child_key(), key);
+                asked.fetch_add(1, Ordering::SeqCst);
+                Ok(answer.clone())
+            });
+            wire.run(async |step| Ok(effects.happen(step.child_key()))).await
+        };
+        assert_eq!(world.call_of(body).await.unwrap(), value);
+        assert_eq!((effects.count(), asked.into_inner()), (runs, 1));
+    }
+}
+
+#[tokio::test]
+async fn a_reconciler_without_an_answer_is_asked_again() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async {
+        wire()?
+            .reconcile(async |_| Ok(Reconciliation::NotDone))
+            .uncertain_errors()
+            .run(async |step| {
+                effects.happen(step.child_key());
+                Err::<u32, _>(Error::NoAttempt)
+            })
+            .await
+    };
+    assert!(world.call_of(body).await.is_err(), "an uncertain error");
+    let body = async {
+        let wire = wire()?.reconcile(async |_| Ok(Reconciliation::Unknown { ask_again: PAUSE }));
+        wire.run(async |step| Ok(effects.happen(step.child_key()))).await
+    };
+    match problem(world.call_of(body).await) {
+        StepProblem::Unresolved { attempt: 1, ask_again, .. } => assert_eq!(ask_again, PAUSE),
+        other => panic!("{other:?}"),
+    }
+    let body = async {
+        let wire = wire()?.reconcile(async |_| Err::<Reconciliation<u32>, _>(Error::NoAttempt));
+        wire.run(async |step| Ok(effects.happen(step.child_key()))).await
+    };
+    assert!(matches!(world.call_of(body).await, Err(Error::NoAttempt)), "the error of the reconciler");
+    let body = async {
+        let wire = wire()?.reconcile(async |_| Ok(Reconciliation::Done(5)));
+        wire.run(async |step| Ok(effects.happen(step.child_key()))).await
+    };
+    assert_eq!(world.call_of(body).await.unwrap(), 5);
+    assert_eq!(effects.count(), 1);
+}
+
+#[tokio::test]
+async fn a_step_in_doubt_is_never_recorded_as_the_end_of_its_operation() {
+    let world = World::new();
+    for delivery in 0..3 {
+        let body = async {
+            let wire =
+                wire().map_err(Failure::from)?.reconcile(async |_| Ok(Reconciliation::Unknown { ask_again: PAUSE }));
+            wire.uncertain_errors().run(async |_| Err::<u32, _>(Failure::Declined(1))).await
+        };
+        let ended = world.operation(POLICY).record_errors().run(body).await;
+        assert_eq!(matches!(ended, Err(Failure::Declined(1))), delivery == 0, "{ended:?}");
+        let record = world.memory.inspect(&World::key("k")).await.unwrap().unwrap().record;
+        assert!(record.journal.is_some(), "{:?}", record.state);
+    }
+}
+
+#[tokio::test]
+async fn a_beginning_that_is_not_confirmed_runs_no_body() {
+    for fault in [Fault::Before(StoreErrorKind::Unavailable), Fault::After] {
+        let (world, effects) = (World::new(), Effects::default());
+        let body = async {
+            world.store.always(StoreCall::Append, fault);
+            let refused = wire()?.fail().run(async |step| Ok(effects.happen(step.child_key()))).await;
+            assert!(matches!(refused, Err(Error::Store { started: true, .. })), "{refused:?}");
+            world.store.always(StoreCall::Append, Fault::None);
+            current()?.step("other").run(async |_| Ok::<_, Error>(())).await?;
+            Err::<u32, _>(Error::NoAttempt)
+        };
+        assert!(world.call_of(body).await.is_err());
+        assert_eq!(effects.count(), 0);
+        // The write of the other step has cancelled the beginning.
+        let body = async { wire()?.fail().run(async |step| Ok(effects.happen(step.child_key()))).await };
+        assert_eq!(world.call_of(body).await.unwrap(), 1, "{fault:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_time_limit_leaves_the_effect_in_doubt() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async {
+        let slow = wire()?.timeout(PAUSE).run(async |step| effect_then_death(&effects, step.child_key()).await).await;
+        assert!(matches!(problem(slow), StepProblem::TimedOut { timeout: PAUSE, .. }));
+        wire()?.fail().timeout(PAUSE).run(async |step| effect_then_death(&effects, step.child_key()).await).await
+    };
+    assert!(matches!(problem(world.call_of(body).await), StepProblem::TimedOut { .. }));
+    assert_eq!(effects.count(), 2, "without `fail` the step may run again");
+    let body = async { wire()?.fail().run(async |step| Ok(effects.happen(step.child_key()))).await };
+    assert!(matches!(world.call_of(body).await, Err(Error::Interrupted { .. })));
+}
+
+#[tokio::test]
+async fn a_retried_step_runs_in_place_and_is_journaled_once() {
+    let (world, effects) = (World::new(), Effects::default());
+    let backoff = Backoff::new(PAUSE, PAUSE);
+    let body = async {
+        let started = world.clock.now();
+        let wire = wire()?.fail().timeout(PAUSE).retry(3, backoff);
+        let wired = wire.run(async |step| match effects.happen(step.child_key()) {
+            3 => Ok(3),
+            _ => Err(Error::NoAttempt),
+        });
+        let wired = wired.await?;
+        assert!(world.clock.now().saturating_since(started) >= PAUSE, "two pauses of at least half of `PAUSE`");
+        Ok(wired)
+    };
+    assert_eq!(world.call_of(body).await.unwrap(), 3);
+    assert_eq!(world.store.count(StoreCall::Append), 2);
+}
+
+#[tokio::test]
+async fn tries_end_with_the_last_error_or_with_a_doubt() {
+    let (world, effects) = (World::new(), Effects::default());
+    let backoff = Backoff::new(PAUSE, PAUSE);
+    let body = async {
+        let first = current()?.step("first").retry(2, backoff).run(async |step| {
+            effects.happen(step.child_key());
+            Err::<u32, _>(Error::NoAttempt)
+        });
+        assert!(matches!(first.await, Err(Error::NoAttempt)));
+        assert_eq!(effects.count(), 2);
+        let wire = wire()?.irreversible().fail().retry(9, backoff);
+        wire.run(async |step| {
+            effects.happen(step.child_key());
+            Err::<u32, _>(Error::NoAttempt)
+        })
+        .await
+    };
+    assert!(world.call_of(body).await.is_err());
+    assert_eq!(effects.count(), 3, "an uncertain error is not tried again");
+}
+
+#[tokio::test]
+async fn a_renamed_step_continues_under_its_new_name() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async {
+        current()?.step("pay").run(async |step| Ok::<_, Error>(effects.happen(step.child_key()))).await?;
+        let refund = current()?.step("pay back").fail();
+        refund.run(async |step| effect_then_death(&effects, step.child_key()).await).await
+    };
+    world.dies_in(body).await;
+    let body = async {
+        let attempt = current()?;
+        let charge = attempt.step("charge").was("pay");
+        let charged = charge.run(async |step| Ok::<_, Error>(effects.happen(step.child_key()))).await?;
+        let twice = attempt.step("pay").run(async |step| Ok(effects.happen(step.child_key()))).await;
+        assert!(matches!(problem(twice), StepProblem::UsedTwice));
+        let refund = attempt.step("refund").was("pay back").reconcile(async |step| {
+            assert_eq!(step.child_key(), step.attempt().child_key("pay back"));
+            Ok(Reconciliation::NotDone)
+        });
+        let refunded = refund.run(async |step| {
+            effects.happen(step.child_key());
+            Err::<u32, _>(Error::NoAttempt)
+        });
+        assert!(refunded.await.is_err());
+        Err::<u32, _>(lost(Duration::from_secs(charged.into())))
+    };
+    let ended = world.call_of(body).await;
+    assert!(matches!(ended, Err(Error::MessageLost { retry_after, .. }) if retry_after.as_secs() == 1), "{ended:?}");
+    let body = async {
+        let refund = current()?.step("refund").was("pay back").fail();
+        refund.run(async |step| Ok(effects.happen(step.child_key()))).await
+    };
+    assert_eq!(world.call_of(body).await.unwrap(), 4, "the certain error has ended the doubt under the old name");
+    let keys = effects.0.lock().unwrap();
+    assert_eq!(keys[1], keys[3]);
+}
+
+#[tokio::test]
+async fn a_step_that_loses_a_race_is_in_doubt_within_its_attempt() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async {
+        let attempt = current()?;
+        for name in ["plain", "wire"] {
+            let step = attempt.step(name);
+            let lost: Pin<Box<dyn Future<Output = Result<u32, Error>>>> = match name {
+                "plain" => Box::pin(step.run(async |step| effect_then_death(&effects, step.child_key()).await)),
+                _ => Box::pin(step.fail().run(async |step| effect_then_death(&effects, step.child_key()).await)),
+            };
+            futures::future::select(lost, Box::pin(yields(2))).await;
+        }
+        assert_eq!(effects.count(), 2);
+        attempt.step("plain").run(async |step| Ok::<_, Error>(effects.happen(step.child_key()))).await?;
+        attempt.step("wire").fail().run(async |step| Ok(effects.happen(step.child_key()))).await
+    };
+    assert!(matches!(problem(world.call_of(body).await), StepProblem::Interrupted { attempt: 1, .. }));
+    assert_eq!(effects.count(), 3);
+}
+
+#[tokio::test]
+async fn other_inputs_leave_a_step_in_doubt() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async {
+        let wire = wire()?.fingerprint("10 EUR").reconcile(async |_| Ok(Reconciliation::NotDone));
+        wire.run(async |step| effect_then_death(&effects, step.child_key()).await).await
+    };
+    world.dies_in(body).await;
+    for (inputs, is_refused) in [("20 EUR", true), ("10 EUR", false)] {
+        let body = async {
+            let wire = wire()?.fingerprint(inputs).reconcile(async |_| Ok(Reconciliation::Done(1)));
+            wire.run(async |step| Ok(effects.happen(step.child_key()))).await
+        };
+        match (is_refused, world.call_of(body).await) {
+            (true, refused) => assert!(matches!(problem(refused), StepProblem::OtherInputs { attempt: 1, .. })),
+            (false, ended) => assert_eq!(ended.unwrap(), 1),
+        }
+    }
+    assert_eq!(effects.count(), 1);
+}
+
+#[tokio::test]
+async fn a_journaled_value_of_an_older_type_is_migrated() {
+    fn migrate(recorded: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
+        let old: u32 = recorded.decode()?;
+        Json::encode(&format!("charge {old}"))
+    }
+    let world = World::new();
+    let body = async {
+        current()?.step("charge").run(async |_| Ok::<_, Error>(7_u32)).await?;
+        Err::<u32, _>(Error::NoAttempt)
+    };
+    assert!(world.call_of(body).await.is_err());
+    let body = async {
+        let charge = current()?.step("charge").on_undecodable(OnUndecodable::Migrate(migrate));
+        charge.run(async |_| Ok::<_, Error>(String::new())).await
+    };
+    assert_eq!(world.call_of(body).await.unwrap(), "charge 7");
+}
+
+#[tokio::test]
+async fn a_step_inside_of_a_reconciler_is_refused() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async { wire()?.fail().run(async |step| effect_then_death(&effects, step.child_key()).await).await };
+    world.dies_in(body).await;
+    let body = async {
+        let wire = wire()?.reconcile(async |step| {
+            let inner = step.attempt().step("inner").run(async |_| Ok::<_, Error>(0_u32)).await;
+            assert!(matches!(problem(inner), StepProblem::Nested));
+            Ok(Reconciliation::Done(1))
+        });
+        wire.run(async |_| Ok::<_, Error>(0_u32)).await
+    };
+    assert_eq!(world.call_of(body).await.unwrap(), 1);
+}
+
+#[tokio::test]
+async fn a_body_without_a_reservation_runs_a_step_with_all_its_options() {
+    let (world, effects) = (World::new(), Effects::default());
+    for _ in 0..2 {
+        let body = async {
+            let wire = wire()?.irreversible().fingerprint("10 EUR").timeout(PAUSE).fail();
+            wire.run(async |step| Ok::<_, Error>(effects.happen(step.child_key()))).await
+        };
+        world.operation(POLICY.mode(Mode::Off)).run(body).await.unwrap();
+    }
+    assert_eq!((effects.count(), world.store.count(StoreCall::Append)), (2, 0));
+}
+
+#[tokio::test]
+async fn a_handler_with_each_form_of_step_can_be_spawned() {
+    async fn handler(store: MemoryStore, lines: Vec<String>) -> Result<usize, Error> {
+        let operation = Operation::new(&store, Ok(World::key("spawned")), POLICY);
+        let body = async {
+            let attempt = current()?;
+            let (mut total, backoff) = (0, Backoff::new(PAUSE, PAUSE));
+            for line in &lines {
+                let one = attempt.step(("line", line)).fingerprint(line).run(async |_| {
+                    yields(1).await;
+                    Ok::<_, Error>(line.len())
+                });
+                total += one.await?;
+                let two = attempt.step(("retried", line)).retry(2, backoff).run(|_| async {
+                    yields(1).await;
+                    Ok::<_, Error>(line.len())
+                });
+                let three = attempt.step(("asked", line)).reconcile(async |_| {
+                    yields(1).await;
+                    Ok(Reconciliation::Done(line.len()))
+                });
+                let three = three.timeout(PAUSE).run(async |_| Ok::<_, Error>(line.len()));
+                total += futures::try_join!(two, three).map(|(two, three)| two + three)?;
+            }
+            Ok(total)
+        };
+        operation.run(body).await
+    }
+    let lines = vec!["cup".to_owned(), "tea".to_owned()];
+    assert_eq!(tokio::spawn(handler(MemoryStore::new(), lines)).await.unwrap().unwrap(), 18);
+}
