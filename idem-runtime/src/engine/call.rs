@@ -326,7 +326,11 @@ where
                     let ended = ready!(polling(facts, || running.poll_body(work.as_mut(), cx)));
                     facts.body_ended(Some(running.attempt().lease.duration));
                     // If the body has no result, the call returns an error, and the drop of `held` ends the attempt.
-                    let is_ok = match running.end_of(ended) {
+                    let returned = running.end_of(ended).and_then(|is_ok| match is_ok {
+                        true => running.check_steps().map(|()| true),
+                        false => Ok(false),
+                    });
+                    let is_ok = match returned {
                         Ok(is_ok) => is_ok,
                         Err(error) => {
                             let _held = held.take();
@@ -340,6 +344,9 @@ where
                         // A rollback undoes the attempt too, so the number of the attempt can't grow with the failures.
                         // The store handle counts the failures instead.
                         this.seen.again = this.seen.again.max(Some(running.attempt().pause_unprotected(is_ok)));
+                    }
+                    if let (false, Some(after)) = (is_ok, running.step_asks_again()) {
+                        this.seen.again = Some(after);
                     }
                     let doubt = running.doubt();
                     note_answer(this.seen, doubt);

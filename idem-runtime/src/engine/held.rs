@@ -12,10 +12,10 @@ use super::observed_call::ReportedDoubt;
 use super::observer::Observation;
 use super::poll_notes::{DoubtStage, NotesGuard, PollNotes};
 use super::work::Work;
-use crate::error::Error;
+use crate::error::{Error, StepProblem};
 use crate::policy::{Doubt, OnCrash, OptionalMillis, Policy, Uncertain};
 use crate::record::{Journal, Lease, Release, Verdict};
-use crate::store::{LeaseStanding, Limits, StoreError, StoreFuture};
+use crate::store::{JournalAccess, LeaseStanding, Limits, StoreError, StoreFuture};
 
 /// An attempt that has reserved its key. The drop of this value releases the key, or marks the key as interrupted.
 pub(super) struct HeldAttempt {
@@ -180,6 +180,44 @@ impl HeldAttempt {
     /// is not recorded, because the next delivery may succeed.
     pub(super) fn refused_inside(&self) -> bool {
         self.notes.refused
+    }
+
+    /// Checks the steps of a body that has returned `Ok`: logs the steps that earlier attempts have journaled and this
+    /// attempt has not reached.
+    ///
+    /// # Errors
+    /// [`Error::Step`] if the body has made such a step an error. The drop then ends the attempt.
+    pub(super) fn check_steps(&mut self) -> Result<(), Error> {
+        let Some(JournalAccess::On(journal)) = self.journal.as_ref().map(|_| self.step_journal()) else {
+            return Ok(());
+        };
+        let (unreached, is_strict) = journal.unreached();
+        let Attempt { store, lease, .. } = self.attempt();
+        let (key, store, attempt) = (&lease.key, store.context().name(), lease.attempt);
+        for (step, journaled_by) in &unreached {
+            tracing::warn!(
+                %key, store, attempt, %step, journaled_by,
+                "an earlier attempt has journaled the step, and this attempt has not reached it"
+            );
+        }
+        let Some((step, attempt)) = unreached.into_iter().next().filter(|_| is_strict) else { return Ok(()) };
+        let error = Error::Step { key: key.clone(), store, step, problem: StepProblem::NotReached { attempt } };
+        // The error tells the caller what happened, so the drop must not report the call as cancelled.
+        self.on_uncertain = None;
+        Err(error)
+    }
+
+    fn step_journal(&self) -> JournalAccess {
+        let Attempt { store, lease, .. } = self.attempt();
+        store.context().leases().journal(lease.owner)
+    }
+
+    /// Returns the time until the reconciler of a step may know more, if a step had no answer of its reconciler.
+    pub(super) fn step_asks_again(&self) -> Option<Duration> {
+        match self.step_journal() {
+            JournalAccess::On(journal) if self.notes.refused => journal.asks_again(),
+            _ => None,
+        }
     }
 
     /// Returns whether the effect of a step is in doubt, and an operator has to decide.

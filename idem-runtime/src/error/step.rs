@@ -75,6 +75,13 @@ pub enum StepProblem {
         /// Suggested time until the next delivery.
         retry_after: Duration,
     },
+    /// The body of the handler returned `Ok` without having reached the step, which an earlier attempt has journaled,
+    /// and [`Attempt::strict_steps`](crate::Attempt::strict_steps) makes that an error. The result is not recorded.
+    #[non_exhaustive]
+    NotReached {
+        /// Number of the attempt that ran the step.
+        attempt: u32,
+    },
     /// The journal can't be read, so the step may have ended in an earlier attempt. The body of the step did not run.
     UnreadableJournal(JournalError),
 }
@@ -83,7 +90,12 @@ impl StepProblem {
     /// Returns whether the deployment is wrong, as opposed to the message.
     pub(crate) fn is_misconfiguration(&self) -> bool {
         match self {
-            Self::InvalidName | Self::UsedTwice | Self::Nested | Self::InTransaction | Self::TooMany { .. } => true,
+            Self::InvalidName
+            | Self::UsedTwice
+            | Self::Nested
+            | Self::InTransaction
+            | Self::TooMany { .. }
+            | Self::NotReached { .. } => true,
             Self::ValueUnavailable { problem, .. } => problem.is_misconfiguration(),
             Self::UnreadableJournal(error) => matches!(error, JournalError::LaterVersion(_)),
             Self::AttemptEnded
@@ -145,6 +157,11 @@ impl fmt::Display for StepProblem {
             Self::TimedOut { timeout, .. } => write!(
                 f,
                 "the step ran for longer than its time limit of {timeout:?} and was dropped; its effect may have happened"
+            ),
+            Self::NotReached { attempt } => write!(
+                f,
+                "attempt {attempt} has journaled the step, and this attempt returned `Ok` without having reached it; the \
+                 result is not recorded; give a renamed step its old name by `was`, or remove `strict_steps`"
             ),
             Self::UnreadableJournal(error) => {
                 write!(f, "the steps of earlier attempts can't be read, and the step did not run: {error}")

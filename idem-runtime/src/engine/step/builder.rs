@@ -15,6 +15,7 @@ use crate::engine::reconciliation::Reconciliation;
 use crate::error::Error;
 use crate::key::Fingerprint;
 use crate::policy::{Backoff, OnUndecodable};
+use crate::store::JournalAccess;
 
 impl Attempt {
     /// Begins the description of a step: a part of the handler whose value is journaled in the record.
@@ -56,6 +57,20 @@ impl Attempt {
         let step = Step { attempt: self.clone(), name: name.into(), was: None };
         let options = StepOptions { step, inputs: None, timeout: None, on_undecodable: OnUndecodable::Error };
         StepBuilder { options, doubt: RerunOnDoubt, uncertain: Never }
+    }
+
+    /// Makes it an error if the body returns `Ok` without having reached a step that an earlier attempt has journaled
+    /// (default: a warning in the log). Such a step was removed or renamed, or depends on data that has changed. Call
+    /// this method at the beginning of the body.
+    ///
+    /// The result of the body is then not recorded, and the call returns [`Error::Step`] with
+    /// [`StepProblem::NotReached`](crate::step::StepProblem::NotReached): the message is delivered again.
+    pub fn strict_steps(&self) {
+        if self.is_protected()
+            && let JournalAccess::On(journal) = self.store.context().leases().journal(self.lease.owner)
+        {
+            journal.be_strict();
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::key::Fingerprint;
 use crate::record::journal::{JournalEntry, JournalError, JournalWriter, StepProgress};
@@ -31,6 +32,10 @@ struct Steps {
     /// Number of unconfirmed entries that a write may have brought to the store, from the first one. These entries
     /// never change: the store would keep the longer one of two journals.
     sent: usize,
+    /// Whether the end of the attempt fails if it has not reached a journaled step.
+    strict: bool,
+    /// Time until the reconciler of a step may know more.
+    ask_again: Option<Duration>,
     /// Number of steps whose bodies run.
     running: usize,
     /// Reason why the journal of earlier attempts can't be read.
@@ -148,6 +153,29 @@ impl StepJournal {
             Some(at) if at >= *sent => drop(unconfirmed.remove(at)),
             _ => unconfirmed.push(JournalEntry { progress: StepProgress::Undone, ..begun.clone() }),
         }
+    }
+
+    /// Makes it an error if the attempt does not reach a step that an earlier attempt has journaled.
+    pub(crate) fn be_strict(&self) {
+        lock(&self.steps).strict = true;
+    }
+
+    /// Returns the names of the steps that an earlier attempt has journaled and this attempt has not reached, with the
+    /// numbers of their attempts, and whether that is an error.
+    pub(crate) fn unreached(&self) -> (Vec<(Box<str>, u32)>, bool) {
+        let steps = lock(&self.steps);
+        (steps.earlier.values().map(|entry| (entry.name.clone(), entry.attempt)).collect(), steps.strict)
+    }
+
+    /// Records that the reconciler of a step may know more after `pause`.
+    pub(crate) fn ask_again(&self, pause: Duration) {
+        let mut steps = lock(&self.steps);
+        steps.ask_again = steps.ask_again.max(Some(pause));
+    }
+
+    /// Returns the time until the reconcilers of all steps may know more.
+    pub(crate) fn asks_again(&self) -> Option<Duration> {
+        lock(&self.steps).ask_again
     }
 
     /// Returns the write that brings the entry of the step `name` to the store, with all other unconfirmed entries;
