@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use idem_runtime::policy::{Backoff, OnUndecodable};
 use idem_runtime::step::{StepBuilder, StepProblem};
-use idem_runtime::{Reconciliation, Undecodable};
+use idem_runtime::{Reconciliation, StoreExt as _, Undecodable};
 
 use super::super::*;
 
@@ -208,10 +208,12 @@ async fn a_reconciler_without_an_answer_is_asked_again() {
         let wire = wire()?.reconcile(async |_| Ok(Reconciliation::Unknown { ask_again: PAUSE }));
         wire.run(async |step| Ok(effects.happen(step.child_key()))).await
     };
-    match problem(world.call_of(body).await) {
+    let (ended, outcome) = observe(world.call_of(body)).await;
+    match problem(ended) {
         StepProblem::Unresolved { attempt: 1, ask_again, .. } => assert_eq!(ask_again, PAUSE),
         other => panic!("{other:?}"),
     }
+    assert_eq!(outcome.disposition(), Disposition::Retry { after: PAUSE });
     let body = async {
         let wire = wire()?.reconcile(async |_| Err::<Reconciliation<u32>, _>(Error::NoAttempt));
         wire.run(async |step| Ok(effects.happen(step.child_key()))).await
@@ -412,6 +414,60 @@ async fn a_journaled_value_of_an_older_type_is_migrated() {
         charge.run(async |_| Ok::<_, Error>(String::new())).await
     };
     assert_eq!(world.call_of(body).await.unwrap(), "charge 7");
+}
+
+#[tokio::test]
+async fn a_journaled_step_that_is_not_reached_is_an_error_in_a_strict_attempt() {
+    let world = World::new();
+    let body = async {
+        current()?.step("charge").run(async |_| Ok::<_, Error>(7_u32)).await?;
+        Err::<u32, _>(Error::NoAttempt)
+    };
+    assert!(world.call_of(body).await.is_err());
+    let strict = async {
+        current()?.strict_steps();
+        Ok(1_u32)
+    };
+    let (refused, outcome) = observe(world.call_of(strict)).await;
+    assert!(matches!(problem(refused), StepProblem::NotReached { attempt: 1, .. }));
+    assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "{outcome:?}");
+    let strict = async {
+        current()?.strict_steps();
+        current()?.step("charge").run(async |_| Ok::<_, Error>(0_u32)).await?;
+        Err::<u32, _>(Error::NoAttempt)
+    };
+    assert!(matches!(world.call_of(strict).await, Err(Error::NoAttempt)));
+    assert_eq!(world.call_of(async { Ok::<_, Error>(2_u32) }).await.unwrap(), 2, "a warning by default");
+}
+
+#[tokio::test]
+async fn each_step_is_counted_with_its_outcome() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async {
+        let attempt = current()?;
+        attempt.step("ran").run(async |_| Ok::<_, Error>(7_u32)).await?;
+        assert!(attempt.step("failed").fail().run(async |_| Err::<u32, _>(Error::NoAttempt)).await.is_err());
+        assert!(attempt.step("").run(async |_| Ok::<_, Error>(7_u32)).await.is_err());
+        let lost = attempt.step("lost").run(async |step| effect_then_death(&effects, step.child_key()).await);
+        futures::future::select(Box::pin(lost), Box::pin(yields(2))).await;
+        let wire = attempt.step("wire").reconcile(async |_| Ok(Reconciliation::NotDone)).uncertain_errors();
+        wire.run(async |_| Err::<u32, _>(Error::NoAttempt)).await
+    };
+    assert!(world.call_of(body).await.is_err());
+    let body = async {
+        let attempt = current()?;
+        attempt.step("ran").run(async |_| Ok::<_, Error>(7_u32)).await?;
+        let wire = attempt.step("wire").reconcile(async |_| Ok(Reconciliation::Done(1)));
+        wire.run(async |_| Ok::<_, Error>(1_u32)).await?;
+        world.store.always(StoreCall::Append, Fault::Before(StoreErrorKind::Unavailable));
+        attempt.step("unconfirmed").run(async |_| Ok::<_, Error>(7_u32)).await
+    };
+    assert!(world.call_of(body).await.is_err());
+    let metrics = world.store.metrics();
+    for outcome in ["ran", "failed", "refused", "dropped", "in_doubt", "replayed", "reconciled", "unconfirmed"] {
+        let labels = [("scope", "test"), ("outcome", outcome)];
+        assert_eq!(metrics.count(&idem_runtime::metrics::STEPS, &labels), 1, "{outcome}");
+    }
 }
 
 #[tokio::test]

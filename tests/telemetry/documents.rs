@@ -323,7 +323,7 @@ async fn the_librarys_own_prometheus_text_has_the_series_of_the_exporter() {
     let world = World::new();
     for _ in 0..2 {
         Operation::new(&world.store, Key::new(SCOPE, "order:42"), POLICY)
-            .run(async { Ok::<_, idem_runtime::Error>(7) })
+            .run(async { idem_runtime::current()?.step("ship").run(async |_| Ok::<_, idem_runtime::Error>(7)).await })
             .await
             .unwrap();
     }
@@ -337,6 +337,7 @@ async fn the_librarys_own_prometheus_text_has_the_series_of_the_exporter() {
         "idem_attempts_bucket{scope=\"ship\",le=\"1\"} 1",
         "idem_attempts_bucket{scope=\"ship\",le=\"+Inf\"} 1",
         "idem_attempts_count{scope=\"ship\"} 1",
+        "idem_steps_total{scope=\"ship\",outcome=\"ran\"} 1",
         "idem_store_seconds_count{store=\"memory\",op=\"reserve\"} 2",
         "idem_store_errors_total{store=\"memory\",op=\"finish\",kind=\"full\"} 0",
         "idem_leases_held{store=\"memory\"} 0",

@@ -12,7 +12,7 @@ use idem_runtime::metrics::{self, Snapshot};
 use idem_runtime::store::{Reservation, ReserveRequest, Verdict};
 use idem_runtime::{
     Error, InProgress, Key, MemoryStore, MissingKey, Mode, OnCrash, OnStoreError, Operation, Policy, Reconciliation,
-    Store, StoreErrorKind, StoreExt as _,
+    Store, StoreErrorKind, StoreExt as _, current,
 };
 use idem_tests::polls::poll_once;
 use idem_tests::{Fault, FaultyStore, StoreCall, settle};
@@ -351,7 +351,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
         disposition: Some("dead_letter"),
         is_error: true,
         fields: &[("idem.uncertain", "true")],
-        events: &[("ERROR", "the body returned an uncertain error, and no other may run")],
+        events: &[("ERROR", "the body returned an error, its effect is in doubt, and no other body may run")],
         counts: &[("idem_uncertain_total", "kind", "reported")],
     },
     Scenario {
@@ -364,7 +364,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
         outcome: "reconciled",
         disposition: Some("ack"),
         events: &[
-            ("WARN", "the body returned an uncertain error; the next delivery asks the reconciler"),
+            ("WARN", "the body returned an error, and its effect is in doubt; the next delivery asks the reconciler"),
             ("WARN", "the effect of an earlier attempt is in doubt: its reconciler is asked"),
         ],
         counts: &[("idem_uncertain_total", "kind", "reported")],
@@ -383,10 +383,29 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
         is_error: true,
         fields: &[("idem.uncertain", "true")],
         events: &[
-            ("WARN", "the body returned an uncertain error; the next delivery asks the reconciler"),
+            ("WARN", "the body returned an error, and its effect is in doubt; the next delivery asks the reconciler"),
             ("WARN", "the effect of an earlier attempt is in doubt: its reconciler is asked"),
         ],
         counts: &[("idem_uncertain_total", "kind", "reported")],
+    },
+    Scenario {
+        name: "an uncertain error of a step",
+        run: run!(|world| {
+            let body = async {
+                let wire = current()?.step("wire").irreversible().fail();
+                wire.run(async |_| Err::<u32, _>(Error::from(missing()))).await
+            };
+            world.operation(POLICY).run(body).await.unwrap_err();
+        }),
+        outcome: "failed",
+        disposition: Some("dead_letter"),
+        is_error: true,
+        fields: &[("idem.uncertain", "true")],
+        events: &[
+            ("WARN", "the body of the step returned an uncertain error"),
+            ("ERROR", "the body returned an error, its effect is in doubt, and no other body may run"),
+        ],
+        counts: &[("idem_uncertain_total", "kind", "reported"), ("idem_steps_total", "outcome", "in_doubt")],
     },
     Scenario {
         name: "too many attempts",

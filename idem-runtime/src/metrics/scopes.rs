@@ -9,8 +9,8 @@ use super::cells::{Counters, Histograms};
 use super::snapshot::Series;
 use super::table::{
     ATTEMPTS, BODY_LEASE_RATIO, BODY_SECONDS, CALLS, CallOutcome, DISPOSITIONS, DispositionLabel, DoubtLabel, Dropped,
-    KEY_QUALITY, KeyQuality, REPLAY_AGE_RATIO, REPLAY_AGE_SECONDS, RESULT_BYTES, RESULTS_DROPPED, TAKEOVERS, UNCERTAIN,
-    Unit, WAIT_SECONDS,
+    KEY_QUALITY, KeyQuality, REPLAY_AGE_RATIO, REPLAY_AGE_SECONDS, RESULT_BYTES, RESULTS_DROPPED, STEPS, StepOutcome,
+    TAKEOVERS, UNCERTAIN, Unit, WAIT_SECONDS,
 };
 use crate::clock::{Clock, Instant, as_nanos};
 use crate::sync::{SharedList, SharedOnce, SharedOrAnew};
@@ -115,6 +115,8 @@ pub(crate) struct ScopeCells {
     result_bytes: Histograms,
     results_dropped: Counters,
     key_quality: Counters,
+    /// Only for a handler that has run a step.
+    steps: SharedOnce<Counters>,
     /// Latest payloads and their keys, in shadow mode only.
     payloads: SharedOnce<SharedOrAnew<Payloads>>,
 }
@@ -137,6 +139,7 @@ impl ScopeCells {
             result_bytes: Histograms::new(&RESULT_BYTES, scope),
             results_dropped: Counters::new(&RESULTS_DROPPED, scope),
             key_quality: Counters::new(&KEY_QUALITY, scope),
+            steps: SharedOnce::new(),
             payloads: SharedOnce::new(),
         }
     }
@@ -194,6 +197,11 @@ impl ScopeCells {
         self.results_dropped.add(why as usize, 1);
     }
 
+    /// Records the outcome of a step.
+    pub(crate) fn step_ended(&self, outcome: StepOutcome) {
+        self.steps.get_or_init(|| Counters::new(&STEPS, &self.scope)).add(outcome as usize, 1);
+    }
+
     /// Records, in shadow mode, that a key came with another payload than before.
     pub(crate) fn key_is_too_coarse(&self) {
         self.key_quality.add(KeyQuality::TooCoarse as usize, 1);
@@ -219,7 +227,10 @@ impl ScopeCells {
             &self.takeovers,
             &self.results_dropped,
             &self.key_quality,
-        ] {
+        ]
+        .into_iter()
+        .chain(self.steps.get())
+        {
             counters.read(scope, series);
         }
         for histogram in [

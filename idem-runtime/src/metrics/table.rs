@@ -314,6 +314,28 @@ labels! {
     }
 }
 
+labels! {
+    /// Outcome of a step, as a label. Every step of an attempt with a reservation has exactly one outcome.
+    StepOutcome, "outcome" {
+        /// The body ran, and its value is journaled.
+        Ran = "ran",
+        /// The journaled value of an earlier attempt was returned.
+        Replayed = "replayed",
+        /// The reconciler supplied the value of an earlier attempt whose effect was in doubt.
+        Reconciled = "reconciled",
+        /// The body returned an error, or ran into its time limit, and may run again.
+        Failed = "failed",
+        /// The effect is in doubt, and the body does not run before the doubt is settled.
+        InDoubt = "in_doubt",
+        /// The step was refused: it has a wrong name or other inputs, or no value is available.
+        Refused = "refused",
+        /// The store did not confirm an entry of the journal.
+        Unconfirmed = "unconfirmed",
+        /// The step was dropped before it ended.
+        Dropped = "dropped",
+    }
+}
+
 const MILLI: u64 = 1_000_000;
 const SECOND: u64 = 1_000 * MILLI;
 /// Bounds for durations: from half a millisecond to half an hour.
@@ -432,6 +454,8 @@ table! {
         "Completions that are recorded without their result, so that duplicates can't replay it.";
     KEY_QUALITY: "idem_key_quality_total", Kind::Counter, Count, [SCOPE, KeyQuality::LABEL],
         "Shadow mode: calls whose key seems to be too coarse or too fine.";
+    STEPS: "idem_steps_total", Kind::Counter, Count, [SCOPE, StepOutcome::LABEL],
+        "Steps of attempts, by outcome.";
     STORE_SECONDS: "idem_store_seconds", histogram(TIMES), Seconds, [STORE, StoreOp::LABEL],
         "Durations of operations of the store; immediate answers are in the lowest bucket.";
     STORE_ERRORS: "idem_store_errors_total", Kind::Counter, Count, [STORE, StoreOp::LABEL, ErrorKind::LABEL],

@@ -45,7 +45,8 @@ pub struct FailOnDoubt;
 /// Asks the outside world about a step in doubt; see [`StepBuilder::reconcile`](super::StepBuilder::reconcile).
 pub struct ReconcileOnDoubt<F>(pub(super) F);
 
-/// Has no reaction to a doubt, so the step can't run; see [`StepBuilder::irreversible`](super::StepBuilder::irreversible).
+/// Has no reaction to a doubt, so the step can't run; see
+/// [`StepBuilder::irreversible`](super::StepBuilder::irreversible).
 #[derive(Clone, Copy, Debug)]
 pub struct Irreversible;
 

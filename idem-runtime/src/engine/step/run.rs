@@ -20,7 +20,7 @@ use crate::engine::reconciliation::{Reconciliation, SHORTEST_PAUSE};
 use crate::engine::recorder::{payload, read};
 use crate::error::{Error, StepProblem};
 use crate::key::{Fingerprint, FingerprintError};
-use crate::metrics::StoreOp;
+use crate::metrics::{ScopeCells, StepOutcome, StoreOp};
 use crate::policy::{Backoff, OnUndecodable};
 use crate::record::journal::{JournalEntry, StepProgress};
 use crate::record::{OwnerToken, StoredResult, Verdict};
@@ -70,40 +70,47 @@ where
     Fut: Future<Output = Result<T, E>>,
 {
     let StepOptions { step, inputs, timeout, on_undecodable } = options;
-    let mut claim = match begin(&step, inputs)? {
+    let mut tally = Tally::new(&step.attempt);
+    let mut claim = match begin(&step, &mut tally, inputs)? {
         StepStart::Runs(claim) => claim,
         StepStart::Ended { attempt, value } => {
+            tally.outcome = StepOutcome::Replayed;
             return read::<Json, T>(&value, false, on_undecodable).map_err(|problem| {
                 let problem = StepProblem::ValueUnavailable { attempt, problem: Box::new(problem) };
-                failed(&step, problem).into()
+                failed(&step, &mut tally, problem).into()
             });
         }
     };
     if let (true, Some(attempt)) = (D::REACTION != Reaction::Rerun, claim.in_doubt_since()) {
         let Some(question) = doubt.ask(step.clone()) else {
-            return Err(failed(&step, StepProblem::Interrupted { attempt }).into());
+            return Err(failed(&step, &mut tally, StepProblem::Interrupted { attempt }).into());
         };
         match inside(&step, question).await {
-            Ok(Reconciliation::Done(value)) => return claim.end(&step, value).await,
+            Ok(Reconciliation::Done(value)) => {
+                return claim.end(&step, &mut tally, value, StepOutcome::Reconciled).await;
+            }
             Ok(Reconciliation::NotDone) => {}
             Ok(Reconciliation::Unknown { ask_again }) => {
                 let problem = StepProblem::Unresolved { attempt, ask_again: ask_again.max(SHORTEST_PAUSE) };
-                return Err(failed(&step, problem).into());
+                return Err(failed(&step, &mut tally, problem).into());
             }
             Err(error) => {
+                tally.outcome = StepOutcome::InDoubt;
                 // The effect is still in doubt, so the error must not be recorded as the end of the operation.
                 note_refusal();
                 return Err(error);
             }
         }
     } else if D::REACTION != Reaction::Rerun {
-        claim.confirm_beginning(&step).await?;
+        claim.confirm_beginning(&step, &mut tally).await?;
     }
     let mut tried = 0;
     loop {
-        let Some(running) = body(step.clone()) else { return Err(failed(&step, StepProblem::AttemptEnded).into()) };
+        let Some(running) = body(step.clone()) else {
+            return Err(failed(&step, &mut tally, StepProblem::AttemptEnded).into());
+        };
         let error = match limited(&step, timeout, running).await {
-            Some(Ok(value)) => return claim.end(&step, value).await,
+            Some(Ok(value)) => return claim.end(&step, &mut tally, value, StepOutcome::Ran).await,
             Some(Err(error)) => Some(error),
             None => None,
         };
@@ -120,10 +127,13 @@ where
             reaction if leaves_doubt => claim.report_doubt(&step, reaction),
             _ => claim.undo(&step).await,
         }
-        return Err(error.unwrap_or_else(|| {
-            let retry_after = step.attempt.pause();
-            failed(&step, StepProblem::TimedOut { timeout: timeout.unwrap_or_default(), retry_after }).into()
-        }));
+        let error = error.unwrap_or_else(|| {
+            let problem =
+                StepProblem::TimedOut { timeout: timeout.unwrap_or_default(), retry_after: step.attempt.pause() };
+            failed(&step, &mut tally, problem).into()
+        });
+        tally.outcome = if leaves_doubt { StepOutcome::InDoubt } else { StepOutcome::Failed };
+        return Err(error);
     }
 }
 
@@ -146,14 +156,48 @@ async fn inside<F: Future>(step: &Step, body: F) -> F::Output {
 
 /// Logs that a step did not run or has no value, and returns its error. A later delivery may get further, so the error
 /// of the body must not be recorded as the end of the operation.
-fn failed(step: &Step, problem: StepProblem) -> Error {
+fn failed(step: &Step, tally: &mut Tally, problem: StepProblem) -> Error {
     let (key, store) = (step.attempt.key().clone(), step.attempt.store.context().name());
     tracing::warn!(%key, store, attempt = step.attempt.number(), step = step.name(), %problem, "a step has no value");
+    tally.outcome = StepOutcome::Refused;
     match problem {
-        StepProblem::Interrupted { .. } => note_step_in_doubt(),
+        StepProblem::Interrupted { .. } => {
+            tally.outcome = StepOutcome::InDoubt;
+            note_step_in_doubt();
+        }
+        StepProblem::Unresolved { ask_again, .. } => {
+            tally.outcome = StepOutcome::InDoubt;
+            note_refusal();
+            if let JournalAccess::On(journal) = step.attempt.store.context().leases().journal(step.attempt.lease.owner)
+            {
+                journal.ask_again(ask_again);
+            }
+        }
         _ => note_refusal(),
     }
     Error::Step { key, store, step: step.name().into(), problem }
+}
+
+/// Counts the outcome of a step when it is dropped.
+struct Tally {
+    /// `None` for an attempt without a reservation.
+    cells: Option<Arc<ScopeCells>>,
+    outcome: StepOutcome,
+}
+
+impl Tally {
+    fn new(attempt: &Attempt) -> Self {
+        let cells = || attempt.store.context().metrics_here().scope(attempt.key().scope());
+        Self { cells: attempt.is_protected().then(cells), outcome: StepOutcome::Dropped }
+    }
+}
+
+impl Drop for Tally {
+    fn drop(&mut self) {
+        if let Some(cells) = &self.cells {
+            cells.step_ended(self.outcome);
+        }
+    }
 }
 
 /// First decision about a step.
@@ -165,8 +209,12 @@ enum StepStart {
 }
 
 /// Decides whether the body of a step has to run.
-fn begin(step: &Step, inputs: Option<Result<Fingerprint, FingerprintError>>) -> Result<StepStart, Error> {
-    let problem = |problem| Err(failed(step, problem));
+fn begin(
+    step: &Step,
+    tally: &mut Tally,
+    inputs: Option<Result<Fingerprint, FingerprintError>>,
+) -> Result<StepStart, Error> {
+    let mut problem = |problem| Err(failed(step, tally, problem));
     if !step.attempt.is_protected() {
         return Ok(StepStart::Runs(Claim::UNJOURNALED));
     }
@@ -191,12 +239,12 @@ fn begin(step: &Step, inputs: Option<Result<Fingerprint, FingerprintError>>) -> 
     if STEP_OF.get() == Some(owner) {
         return problem(StepProblem::Nested);
     }
-    let same_inputs = |attempt, recorded: Option<Fingerprint>| match inputs {
+    let other_inputs = |attempt, recorded: Option<Fingerprint>| match inputs {
         Some(presented) if !is_same(recorded.as_ref(), &presented) => {
             let (recorded, presented) = (recorded.map(Box::new), Box::new(presented));
-            Err(failed(step, StepProblem::OtherInputs { attempt, recorded, presented }))
+            Some(StepProblem::OtherInputs { attempt, recorded, presented })
         }
-        _ => Ok(()),
+        _ => None,
     };
     let entry = JournalEntry {
         name: step.name().into(),
@@ -206,17 +254,17 @@ fn begin(step: &Step, inputs: Option<Result<Fingerprint, FingerprintError>>) -> 
     };
     let was = step.was.as_ref().map(StepName::as_str);
     let claimed = journal.claim(step.name(), was);
-    let claim = |stage| Claim { journaled: Some(Journaled { journal, entry, was: step.was.clone() }), stage };
+    let claim = |stage| Claim { place: Some(JournalPlace { journal, entry, was: step.was.clone() }), stage };
     match claimed {
         StepClaim::Runs => Ok(StepStart::Runs(claim(ClaimStage::Taken))),
         StepClaim::InDoubt(earlier) => {
             let (attempt, inputs) = (earlier.attempt, earlier.inputs);
             // If the inputs differ, the drop of the claim leaves the step in doubt.
             let claim = claim(ClaimStage::InDoubt(earlier));
-            same_inputs(attempt, inputs).map(|()| StepStart::Runs(claim))
+            other_inputs(attempt, inputs).map_or(Ok(StepStart::Runs(claim)), problem)
         }
         StepClaim::Ended { attempt, inputs, value } => {
-            same_inputs(attempt, inputs).map(|()| StepStart::Ended { attempt, value })
+            other_inputs(attempt, inputs).map_or(Ok(StepStart::Ended { attempt, value }), problem)
         }
         StepClaim::UsedTwice => problem(StepProblem::UsedTwice),
         StepClaim::Full => problem(StepProblem::TooMany { max: StepJournal::MAX_ENTRIES }),
@@ -232,12 +280,12 @@ fn is_same(recorded: Option<&Fingerprint>, presented: &Fingerprint) -> bool {
 /// The name of a step whose body has not ended. The drop gives the name back.
 struct Claim {
     /// `None` if the step is not journaled.
-    journaled: Option<Journaled>,
+    place: Option<JournalPlace>,
     stage: ClaimStage,
 }
 
 /// Place of a step in the journal of its attempt.
-struct Journaled {
+struct JournalPlace {
     journal: Arc<StepJournal>,
     /// Entry that says that the body has begun.
     entry: JournalEntry,
@@ -256,7 +304,7 @@ enum ClaimStage {
 }
 
 impl Claim {
-    const UNJOURNALED: Self = Self { journaled: None, stage: ClaimStage::Ended };
+    const UNJOURNALED: Self = Self { place: None, stage: ClaimStage::Ended };
 
     /// Returns the attempt whose effect is in doubt.
     fn in_doubt_since(&self) -> Option<u32> {
@@ -267,30 +315,32 @@ impl Claim {
     }
 
     /// Journals that the body begins.
-    async fn confirm_beginning(&mut self, step: &Step) -> Result<(), Error> {
-        let Some(Journaled { journal, entry, .. }) = &self.journaled else { return Ok(()) };
+    async fn confirm_beginning(&mut self, step: &Step, tally: &mut Tally) -> Result<(), Error> {
+        let Some(JournalPlace { journal, entry, .. }) = &self.place else { return Ok(()) };
         self.stage = ClaimStage::Begins;
         journal.add(entry.clone());
-        confirm(step, journal, &entry.name).await?;
+        confirm(step, journal, &entry.name).await.inspect_err(|_| tally.outcome = StepOutcome::Unconfirmed)?;
         self.stage = ClaimStage::InDoubt(entry.clone());
         Ok(())
     }
 
     /// Journals the value of the step. From here on the entry leaves with the next write of the journal, if there is
     /// one, even if this future is dropped.
-    async fn end<T, E>(mut self, step: &Step, value: T) -> Result<T, E>
+    async fn end<T, E>(mut self, step: &Step, tally: &mut Tally, value: T, outcome: StepOutcome) -> Result<T, E>
     where
         T: Serialize + DeserializeOwned,
         E: From<Error>,
     {
-        if let Some(Journaled { journal, entry, .. }) = self.journaled.take() {
+        if let Some(JournalPlace { journal, entry, .. }) = self.place.take() {
             let stored = payload::<Json, T>(&value, MAX_VALUE_BYTES);
             if let StoredResult::TooLarge { .. } | StoredResult::Unencodable = stored {
                 left_out(step, step.name(), &stored);
             }
             journal.end(JournalEntry { progress: StepProgress::Ended(stored), ..entry });
+            tally.outcome = StepOutcome::Unconfirmed;
             confirm(step, &journal, step.name()).await?;
         }
+        tally.outcome = outcome;
         Ok(value)
     }
 
@@ -310,8 +360,7 @@ impl Claim {
 
     /// Journals that the body has had no effect.
     async fn undo(&mut self, step: &Step) {
-        let (Some(Journaled { journal, entry, .. }), ClaimStage::InDoubt(since)) = (&self.journaled, &self.stage)
-        else {
+        let (Some(JournalPlace { journal, entry, .. }), ClaimStage::InDoubt(since)) = (&self.place, &self.stage) else {
             return;
         };
         let name = since.name.clone();
@@ -328,7 +377,7 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        let Some(Journaled { journal, entry, was }) = &self.journaled else { return };
+        let Some(JournalPlace { journal, entry, was }) = &self.place else { return };
         let (name, was) = (&*entry.name, was.as_ref().map(StepName::as_str));
         match std::mem::replace(&mut self.stage, ClaimStage::Ended) {
             ClaimStage::Taken => journal.give_back(name, was),
