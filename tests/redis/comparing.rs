@@ -142,6 +142,27 @@ async fn every_other_completion_is_decided_by_a_script() {
     assert_eq!(scripts().await - before, 1);
 }
 
+#[tokio::test]
+async fn a_handler_with_three_steps_costs_five_exchanges() {
+    let server = RedisServer::start(Kind::Valkey);
+    let store = connect(&server).await;
+    let body = async {
+        let attempt = idem_runtime::current()?;
+        for name in ["charge", "reserve", "book"] {
+            attempt.step(name).run(async |_| Ok::<_, Error>(1_u32)).await?;
+        }
+        Ok::<_, Error>(3_u32)
+    };
+    let key = idem_runtime::Key::new("test", "steps").unwrap();
+    let before = ran(&server).await;
+    idem_runtime::Operation::new(&store, Ok(key), POLICY).run(body).await.unwrap();
+    let after = ran(&server).await;
+    // Each script writes with one `SET`. The completion does not try a comparison first: the journal has changed the
+    // record.
+    let scripts = after.0 - before.0;
+    assert_eq!((scripts, after.1 - before.1), (3 + 1, 1 + scripts), "a reservation, three entries and a completion");
+}
+
 /// If `SET … IFEQ` did not apply a completion, a script decides about the completion in the next exchange. The source
 /// of the script is sent along if the server has lost the script.
 #[tokio::test]

@@ -14,7 +14,7 @@ use super::poll_notes::{DoubtStage, NotesGuard, PollNotes};
 use super::work::Work;
 use crate::error::{Error, StepProblem};
 use crate::policy::{Doubt, OnCrash, OptionalMillis, Policy, Uncertain};
-use crate::record::{Journal, Lease, Release, Verdict};
+use crate::record::{Journal, Lease, LeaseMark, Release, Verdict};
 use crate::store::{JournalAccess, LeaseStanding, Limits, StoreError, StoreFuture};
 
 /// An attempt that has reserved its key. The drop of this value releases the key, or marks the key as interrupted.
@@ -214,8 +214,11 @@ impl HeldAttempt {
 
     /// Returns the time until the reconciler of a step may know more, if a step had no answer of its reconciler.
     pub(super) fn step_asks_again(&self) -> Option<Duration> {
+        if !self.notes.refused {
+            return None;
+        }
         match self.step_journal() {
-            JournalAccess::On(journal) if self.notes.refused => journal.asks_again(),
+            JournalAccess::On(journal) => journal.asks_again(),
             _ => None,
         }
     }
@@ -265,7 +268,11 @@ impl HeldAttempt {
     }
 
     /// Converts this value into an attempt whose body has returned.
-    pub(super) fn ending(self) -> EndingAttempt {
+    pub(super) fn ending(mut self) -> EndingAttempt {
+        if let (Some(attempt), true) = (&mut self.attempt, self.notes.journaled) {
+            // The journal has changed the record, so the mark of the reservation no longer describes it.
+            attempt.lease.mark = LeaseMark::default();
+        }
         let ending = self.on_drop.map(AttemptEnd::Release);
         EndingAttempt { held: self, ending }
     }

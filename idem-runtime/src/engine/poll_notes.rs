@@ -18,6 +18,8 @@ thread_local! {
 pub(super) struct PollNotes {
     /// True if the library has temporarily refused a call in the body.
     pub(super) refused: bool,
+    /// True if the body has written its journal.
+    pub(super) journaled: bool,
     /// True if the effect of a step is in doubt, and an operator has to decide.
     pub(super) step_in_doubt: bool,
     pub(super) doubt: DoubtStage,
@@ -40,12 +42,18 @@ pub(super) enum DoubtStage {
 
 impl PollNotes {
     /// Notes before the first poll of a body.
-    pub(super) const NEW: Self = Self { refused: false, step_in_doubt: false, doubt: DoubtStage::Settled };
+    pub(super) const NEW: Self =
+        Self { refused: false, journaled: false, step_in_doubt: false, doubt: DoubtStage::Settled };
 }
 
 /// Records that the library temporarily refuses a call. If the enclosing body fails, the refusal may be the only cause.
 pub(super) fn note_refusal() {
     NOTES.set(PollNotes { refused: true, ..NOTES.get() });
+}
+
+/// Records that the body writes its journal.
+pub(super) fn note_journaled() {
+    NOTES.set(PollNotes { journaled: true, ..NOTES.get() });
 }
 
 /// Records that the effect of a step is in doubt. If the body fails, the operation is interrupted.

@@ -15,7 +15,7 @@ use crate::codec::Json;
 use crate::combine::race;
 use crate::engine::attempt::Attempt;
 use crate::engine::late::{Tries, may_pass};
-use crate::engine::poll_notes::{note_refusal, note_step_in_doubt};
+use crate::engine::poll_notes::{note_journaled, note_refusal, note_step_in_doubt};
 use crate::engine::reconciliation::{Reconciliation, SHORTEST_PAUSE};
 use crate::engine::recorder::{payload, read};
 use crate::error::{Error, StepProblem};
@@ -394,6 +394,7 @@ impl Drop for Claim {
 /// Waits until the store has confirmed all entries of the step `name`. Steps that end together share a write.
 async fn confirm(step: &Step, journal: &StepJournal, name: &str) -> Result<(), Error> {
     let Attempt { store, lease, reserved_at, .. } = &step.attempt;
+    note_journaled();
     let _turn = journal.turn.lock().await;
     let mut tries = Tries::new(&**store, lease, *reserved_at);
     while let Some(write) = journal.write(name) {
