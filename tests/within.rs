@@ -7,6 +7,10 @@
 )]
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 
+mod within {
+    mod steps;
+}
+
 use std::cell::Cell;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;

@@ -48,6 +48,17 @@ pub(crate) async fn pool(bank: &Bank) -> PgPool {
         .unwrap()
 }
 
+/// Runs a step that pays in the transaction.
+pub(crate) async fn debit(bank: &Bank, tx: &SqlxTransaction<'_>, name: &str) -> Result<u64, Error> {
+    let debit = current()?.step(name).within(PostgresStore::within(tx).schema(&bank.schema));
+    debit
+        .run(async |step| {
+            let insert = query("INSERT INTO payments VALUES ($1)").bind(step.name().to_owned());
+            Ok(insert.execute(&mut **tx.lock().await).await.unwrap().rows_affected())
+        })
+        .await
+}
+
 /// Makes a call like [`Bank::end`], through sqlx.
 pub(crate) async fn make_call(
     bank: &Bank,

@@ -140,7 +140,7 @@ impl<R, P> Operation<R, P> {
     }
 
     /// Adds a fingerprint that the caller has computed.
-    #[cfg(feature = "http")]
+    #[cfg(any(feature = "http", feature = "postgres", feature = "with-rusqlite"))]
     pub(crate) fn fingerprinted(mut self, fingerprint: Result<Fingerprint, FingerprintError>) -> Self {
         if self.subject.policy.current_mode() != Mode::Off {
             self.subject.fingerprint = Some(fingerprint);

@@ -13,6 +13,7 @@ mod postgres;
 mod savepoint;
 #[cfg(feature = "with-rusqlite")]
 mod sqlite;
+mod step;
 mod transact;
 mod turns;
 
@@ -23,6 +24,7 @@ pub use self::call::InTransaction;
 use self::mailbox::Mailbox;
 pub use self::open::OpenTransaction;
 use self::open::TransactionNotes;
+pub use self::step::StepWithin;
 use crate::codec::Json;
 use crate::engine::{Operation, RecordValues};
 use crate::key::{Key, KeyError};

@@ -9,6 +9,8 @@ use serde::de::DeserializeOwned;
 
 use super::doubt::{Always, FailOnDoubt, Irreversible, Never, ReconcileOnDoubt, RerunOnDoubt, StepDoubt, UncertainIf};
 use super::name::{Step, StepName};
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+use super::run::CommittedStep;
 use super::run::{Retries, StepOptions, run};
 use crate::engine::attempt::Attempt;
 use crate::engine::reconciliation::Reconciliation;
@@ -101,6 +103,15 @@ impl StepBuilder {
     /// ```
     pub fn irreversible(self) -> StepBuilder<Irreversible, Always> {
         StepBuilder { options: self.options, doubt: Irreversible, uncertain: Always }
+    }
+}
+
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+impl StepBuilder {
+    /// Takes the name of a step whose entry is a record in a transaction. Returns the value of the step instead if an
+    /// earlier attempt has journaled it.
+    pub(crate) fn begin<T: DeserializeOwned>(self) -> Result<Result<T, CommittedStep>, Error> {
+        CommittedStep::begin(self.options)
     }
 }
 

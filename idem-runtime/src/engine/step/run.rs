@@ -137,6 +137,61 @@ where
     }
 }
 
+/// A step that has to run, and whose entry is a record in a transaction of the user.
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+pub(crate) struct CommittedStep {
+    step: Step,
+    inputs: Option<Result<Fingerprint, FingerprintError>>,
+    claim: Claim,
+    tally: Tally,
+}
+
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+impl CommittedStep {
+    /// Takes the name of the step. Returns the value of the step instead if an earlier attempt has journaled it.
+    pub(super) fn begin<T: DeserializeOwned>(options: StepOptions) -> Result<Result<T, Self>, Error> {
+        let StepOptions { step, inputs, on_undecodable, .. } = options;
+        let mut tally = Tally::new(&step.attempt);
+        match begin(&step, &mut tally, inputs.clone())? {
+            StepStart::Runs(claim) => Ok(Err(Self { step, inputs, claim, tally })),
+            StepStart::Ended { attempt, value } => {
+                tally.outcome = StepOutcome::Replayed;
+                let value = read::<Json, T>(&value, false, on_undecodable).map_err(|problem| {
+                    let problem = StepProblem::ValueUnavailable { attempt, problem: Box::new(problem) };
+                    failed(&step, &mut tally, problem)
+                });
+                value.map(Ok)
+            }
+        }
+    }
+
+    pub(crate) fn step(&self) -> &Step {
+        &self.step
+    }
+
+    /// Returns the fingerprint of the inputs.
+    pub(crate) fn inputs(&self) -> Option<Result<Fingerprint, FingerprintError>> {
+        self.inputs.clone()
+    }
+
+    /// Polls `body` as the body of this step.
+    pub(crate) async fn inside<F: Future>(&self, body: F) -> F::Output {
+        inside(&self.step, body).await
+    }
+
+    /// Ends the step: `replayed` is true if its record in the transaction had its value. The drop gives the name back.
+    pub(crate) fn ended(mut self, replayed: bool) {
+        self.tally.outcome = if replayed { StepOutcome::Replayed } else { StepOutcome::Ran };
+        if let Some(JournalPlace { journal, .. }) = self.claim.place.take() {
+            journal.end_elsewhere();
+        }
+    }
+
+    pub(crate) fn failed(mut self) {
+        self.tally.outcome = StepOutcome::Failed;
+    }
+}
+
 /// Runs `body` as the body of a step. Returns `None` if `timeout` passes before `body` has returned.
 async fn limited<F: Future>(step: &Step, timeout: Option<Duration>, body: F) -> Option<F::Output> {
     let Some(timeout) = timeout else { return Some(inside(step, body).await) };

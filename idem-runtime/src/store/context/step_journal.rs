@@ -145,6 +145,12 @@ impl StepJournal {
         steps.running -= 1;
     }
 
+    /// Records that a step has ended whose entry is not in this journal. Its name stays taken.
+    #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+    pub(crate) fn end_elsewhere(&self) {
+        lock(&self.steps).running -= 1;
+    }
+
     /// Takes back the entry `begun` of a body that will not run. If a write may have brought the entry to the store, a
     /// further entry cancels it with the next write.
     pub(crate) fn withdraw(&self, begun: &JournalEntry) {

@@ -1,0 +1,150 @@
+//! Steps whose entry is a record in the user's transaction.
+
+use idem_runtime::step::StepProblem;
+
+use super::super::*;
+
+/// Runs attempts of one operation, whose record is in a store of its own, until one of them returns `Ok`.
+async fn attempts<T>(store: &impl Store, body: impl AsyncFn(u32) -> Result<T, Error>) -> T
+where
+    T: serde::Serialize + for<'a> serde::Deserialize<'a>,
+{
+    for delivery in 1..10 {
+        if let Ok(value) = Operation::new(store, Ok(key("order")), POLICY).run(body(delivery)).await {
+            return value;
+        }
+    }
+    panic!("no attempt has succeeded");
+}
+
+#[tokio::test]
+async fn in_sqlite_a_step_and_its_row_commit_together() {
+    let (till, runs) = (Till::new(), Cell::new(0));
+    let till = &till;
+    let fulfilled = attempts(&MemoryStore::new(), async |delivery| {
+        let mut connection = till.connection();
+        let tx = begin(&mut connection);
+        let debit = current()?.step("debit").fingerprint("25 EUR").within(SqliteStore::within(&tx));
+        let debited = debit.run(async |step| {
+            runs.set(runs.get() + 1);
+            assert_eq!(step.child_key(), current().unwrap().key().text(), "the record of the step has its child key");
+            tx.execute("INSERT INTO payments VALUES (?1)", [step.name()]).unwrap();
+            Ok::<_, Error>(runs.get())
+        });
+        let debited = debited.await?;
+        // The first transaction is rolled back. The second is committed, and its handler fails later.
+        match delivery {
+            1 => drop(tx),
+            _ => tx.into_inner().commit().unwrap(),
+        }
+        if delivery < 4 { Err(Error::NoAttempt) } else { Ok(debited) }
+    })
+    .await;
+    assert_eq!((fulfilled, runs.get(), till.payments()), (2, 2, 1), "two runs, of which one was rolled back");
+}
+
+#[tokio::test]
+async fn a_step_in_a_transaction_keeps_the_rules_of_steps() {
+    let till = Till::new();
+    let mut connection = till.connection();
+    let tx = begin(&mut connection);
+    let body = async {
+        let attempt = current()?;
+        let debit = |name: &'static str| attempt.step(name).within(SqliteStore::within(&tx));
+        let pay = |name: &str| tx.execute("INSERT INTO payments VALUES (?1)", [name]).unwrap();
+        let failed = debit("debit").run(async |_| {
+            pay("undone");
+            Err::<u32, _>(Error::NoAttempt)
+        });
+        assert!(matches!(failed.await, Err(Error::NoAttempt)));
+        // The body of the first call failed, so the name is free.
+        let nested = debit("debit").run(async |step| {
+            let inner = step.attempt().step("inner").run(async |_| Ok::<_, Error>(0_u32)).await;
+            assert!(matches!(inner, Err(Error::Step { problem: StepProblem::Nested, .. })), "{inner:?}");
+            pay("debit");
+            Ok::<_, Error>(1_u32)
+        });
+        assert_eq!(nested.await?, 1);
+        let twice = debit("debit").run(async |_| Ok::<_, Error>(0_u32)).await;
+        assert!(matches!(twice, Err(Error::Step { problem: StepProblem::UsedTwice, .. })), "{twice:?}");
+        // A journaled step stays journaled.
+        attempt.step("journaled").run(async |_| Ok::<_, Error>(7_u32)).await?;
+        Ok::<_, Error>(2_u32)
+    };
+    let store = MemoryStore::new();
+    assert_eq!(Operation::new(&store, Ok(key("rules")), POLICY).run(body).await.unwrap(), 2);
+    tx.into_inner().commit().unwrap();
+    assert_eq!(till.payments(), 1, "the writes of the failed body are undone");
+    let names: String = till.connection().query_row("SELECT name FROM payments", [], |row| row.get(0)).unwrap();
+    assert_eq!(names, "debit");
+}
+
+#[tokio::test]
+async fn other_inputs_of_a_step_in_a_transaction_are_refused() {
+    let till = &Till::new();
+    let refused = Cell::new(0);
+    attempts(&MemoryStore::new(), async |delivery| {
+        let mut connection = till.connection();
+        let tx = begin(&mut connection);
+        let cents = if delivery == 2 { 50 } else { 25 };
+        let debit = current()?.step("debit").fingerprint(&cents).within(SqliteStore::within(&tx));
+        let debited =
+            debit.run(async |_| Ok::<_, Error>(tx.execute("INSERT INTO payments VALUES ('a')", []).unwrap())).await;
+        refused.set(refused.get() + i32::from(matches!(debited, Err(Error::FingerprintMismatch { .. }))));
+        debited?;
+        tx.into_inner().commit().unwrap();
+        if delivery == 1 { Err(Error::NoAttempt) } else { Ok(()) }
+    })
+    .await;
+    assert_eq!((refused.get(), till.payments()), (1, 1));
+}
+
+#[tokio::test]
+async fn in_postgres_a_step_and_its_row_commit_together_and_block_no_renewal() {
+    let (bank, runs) = (&Bank::open().await, Cell::new(0));
+    // The record of the operation is in the same table as the record of the step.
+    let fulfilled = attempts(&bank.store, async |delivery| {
+        let attempt = current()?;
+        let mut client = bank.client().await;
+        let tx = OpenTransaction::new(client.transaction().await.unwrap());
+        let records = PostgresStore::within(&tx).schema(&bank.schema);
+        let debited = attempt.step("debit").within(records).run(async |step| {
+            runs.set(runs.get() + 1);
+            tx.execute("INSERT INTO payments VALUES ($1)", &[&step.name()]).await.unwrap();
+            Ok::<_, Error>(runs.get())
+        });
+        let debited = debited.await?;
+        attempt.confirm_lease().await?;
+        attempt.step(("journaled", delivery)).run(async |_| Ok::<_, Error>(0_u32)).await?;
+        match delivery {
+            1 => drop(tx),
+            _ => tx.into_inner().commit().await.unwrap(),
+        }
+        if delivery < 3 { Err(Error::NoAttempt) } else { Ok(debited) }
+    })
+    .await;
+    assert_eq!((fulfilled, runs.get(), bank.payments().await), (2, 2, 1));
+}
+
+#[tokio::test]
+async fn with_sqlx_a_step_and_its_row_commit_together() {
+    let bank = &Bank::open().await;
+    let (pool, new_pool) = (&by_sqlx::pool(bank).await, &by_new_sqlx::pool(bank).await);
+    let fulfilled = attempts(&MemoryStore::new(), async |delivery| {
+        let tx = by_sqlx::SqlxTransaction::new(pool.begin().await.unwrap());
+        let old = by_sqlx::debit(bank, &tx, "old").await?;
+        match delivery {
+            1 => drop(tx),
+            _ => tx.into_inner().commit().await.unwrap(),
+        }
+        let tx = by_new_sqlx::SqlxTransaction::new(new_pool.begin().await.unwrap());
+        let new = by_new_sqlx::debit(bank, &tx, "new").await?;
+        match delivery {
+            1 => drop(tx),
+            _ => tx.into_inner().commit().await.unwrap(),
+        }
+        if delivery < 3 { Err(Error::NoAttempt) } else { Ok(old + new) }
+    })
+    .await;
+    assert_eq!((fulfilled, bank.payments().await), (2, 2), "one payment with each release of the driver");
+}
