@@ -7,6 +7,7 @@
 )]
 
 mod engine {
+    mod aws;
     mod beginning;
     mod combinations;
     mod delivery;
