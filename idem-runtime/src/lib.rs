@@ -177,6 +177,7 @@ pub mod step {
 
 /// Actions of an operator on a record: to inspect, resolve, reopen or forget it, and to break its lease.
 pub mod operator {
+    pub use crate::record::journaled_step::StepResolution;
     pub use crate::store::operator::{Operator, OperatorError, Resolution};
 }
 

@@ -49,6 +49,7 @@ mistakes! {
     LateReconcilerPasses, UnresolvedCounts, UnresolvedReleases, ReservationBegins, UnmarkedIsInterrupted, UnmarkedCounts, BeginByKey, BeginIgnoresNumber, BeginAfterALapse, BeginAfterTheEnd,
     BeginNotRepeatable, BeginMarksNothing, BeginRenewsNothing,
     JournalForgotten, JournalLostAtRelease, JournalLostAtTakeover, JournalShrinks, JournalOutlivesResult, JournalCut, DecisionsLoseJournal,
+    ReopenKeepsJournal, ReopenNeverShrinksJournal, ReopenKeepsTheLastJournal, ReopensUnseenSteps,
     AppendByKey, AppendIgnoresNumber, AppendAfterTheEnd, AppendRenewsNothing, NoLateAppend,
     RenewByKey, RenewDoesNothing, NoLateRenew, RenewAfterTheEnd, RefusedRenewExtends, RenewGroupsAnswers,
     RenewAllOrNothing, RenewAnswersTwice, RenewWaitsForEach, RenewAnswersTogether, BlockedIsRefused, EmptyBatchFails, BatchOfAThousand, FinishByKey, FinishNotRepeatable, FinishOnlyRepeatable, FinishOverwrites,
@@ -728,9 +729,13 @@ impl Plain {
         let broken = decision.action == Action::BreakLease
             && (seen.standing(), is.standing()) == (Standing::Running, Standing::Lapsed);
         let same_standing = seen.standing() == is.standing() || broken || self.is(M::DecidesWhateverMovedOn);
-        // Revisions with the same attempt and standing can differ only in their owner token.
-        let mark = |revision: &Revision| revision.to_string().rsplit('-').next().map(str::to_owned);
-        self.is(M::DecidesUnseen) || (same_standing && mark(&is) == mark(&seen))
+        // Revisions with the same attempt and standing differ in their owner token. The length of the journal counts only
+        // if the decision changes the journal.
+        let mark = |revision: &Revision| revision.to_string().split('-').nth(2).map(str::to_owned);
+        let same_steps = is.journal_bytes() == seen.journal_bytes()
+            || !matches!(decision.action, Action::ReopenWith(_))
+            || self.is(M::ReopensUnseenSteps);
+        self.is(M::DecidesUnseen) || (same_standing && same_steps && mark(&is) == mark(&seen))
     }
 
     #[expect(clippy::too_many_lines, reason = "the function is a single decision")]
@@ -738,13 +743,13 @@ impl Plain {
         let now = self.now();
         // The mistake: the store applies a decision to any attempt, or at any time.
         let any = match decision.action {
-            Action::Reopen | Action::Discard => M::ReopensAnyAttempt,
+            Action::Reopen | Action::ReopenWith(_) | Action::Discard => M::ReopensAnyAttempt,
             Action::Resolve(_) => M::ResolvesAnyAttempt,
             Action::Forget => M::ForgetsAnyAttempt,
             _ => M::None,
         };
         let at_any_time = match decision.action {
-            Action::Reopen | Action::Discard => M::ReopensLiveLease,
+            Action::Reopen | Action::ReopenWith(_) | Action::Discard => M::ReopensLiveLease,
             Action::Resolve(_) => M::ResolvesLiveLease,
             Action::Forget => M::ForgetsLiveLease,
             _ => M::None,
@@ -806,8 +811,10 @@ impl Plain {
             Action::Replace(_) if self.is(M::ReplaceSparesResults) => return DecisionAnswer::Finished,
             Action::Replace(_) if self.is(M::ReplaceReleases) => found.record.state = State::Released,
             Action::Replace(finish) => found.record.state = finish.state(),
-            Action::Reopen if finished && !self.is(M::ReopenGivesUpResults) => return DecisionAnswer::Finished,
-            Action::Reopen | Action::Discard => {
+            Action::Reopen | Action::ReopenWith(_) if finished && !self.is(M::ReopenGivesUpResults) => {
+                return DecisionAnswer::Finished;
+            }
+            Action::Reopen | Action::ReopenWith(_) | Action::Discard => {
                 if self.is(M::ReopenDeletes) {
                     *slot = None;
                     self.wake(false);
@@ -817,6 +824,18 @@ impl Plain {
                     found.record.attempts_used = 0;
                 }
                 found.record.state = State::Released;
+                if let Action::ReopenWith(journal) = &decision.action {
+                    let bytes = |journal: &Option<Journal>| journal.as_ref().map_or(0, |journal| journal.bytes().len());
+                    let keeps = match self.mistake {
+                        M::ReopenKeepsJournal => true,
+                        M::ReopenNeverShrinksJournal => bytes(journal) < bytes(&found.record.journal),
+                        M::ReopenKeepsTheLastJournal => journal.is_none(),
+                        _ => false,
+                    };
+                    if !keeps {
+                        found.record.journal.clone_from(journal);
+                    }
+                }
                 if self.is(M::ReopenRenewsRetention) {
                     found.expires_at = now.saturating_add(Duration::from_secs(600));
                 }

@@ -436,7 +436,7 @@ pub(super) fn stored(bytes: impl Into<Vec<u8>>) -> StoredResult {
 
 /// Makes the revision of a record that no test has written.
 pub(super) fn unseen(standing: Standing) -> Revision {
-    Revision { owner: [0; 8], attempt: 0, standing }
+    Revision { owner: [0; 8], attempt: 0, standing, journal: 0 }
 }
 
 pub(super) fn completed(text: &str) -> Finish {

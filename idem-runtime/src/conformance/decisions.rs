@@ -7,16 +7,23 @@ use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::standing::Standing;
 use crate::record::{
-    Action, Decision, DecisionAnswer, Finish, Lease, Record, Release, Reservation, ReserveRequest, Revision, State,
-    StoredResult, Verdict,
+    Action, Decision, DecisionAnswer, Finish, Journal, Lease, Record, Release, Reservation, ReserveRequest, Revision,
+    State, StoredResult, Verdict,
 };
 
 /// Numbers of polls after which tests drop a call.
 const POLLS: [usize; 4] = [0, 1, 2, 5];
 
 /// Returns an example of each action on a record without a result.
-pub(super) fn actions() -> [Action; 4] {
-    [Action::Reopen, Action::Resolve(completed("decided")), Action::BreakLease, Action::Forget]
+pub(super) fn actions() -> [Action; 5] {
+    let steps = Journal::new("steps");
+    [
+        Action::Reopen,
+        Action::ReopenWith(steps),
+        Action::Resolve(completed("decided")),
+        Action::BreakLease,
+        Action::Forget,
+    ]
 }
 
 /// Returns an example of each action on a record with a result.

@@ -4,6 +4,7 @@ use std::num::NonZeroU16;
 
 use super::case::{Case, PAUSE, TOLERANCE, abandon, completed, forged, marked};
 use crate::policy::OnCrash;
+use crate::record::standing::Standing;
 use crate::record::{
     Action, DecisionAnswer, Finish, Journal, Lease, Record, Release, Reservation, ReserveRequest, State, StoredResult,
     Verdict,
@@ -211,6 +212,100 @@ pub(super) async fn decisions_keep_the_journal(case: &Case) {
     assert_eq!(case.decides(&key, 1, Action::Resolve(completed("1"))).await, DecisionAnswer::Applied);
     let record = case.recorded(&key).await.record;
     assert_eq!((record.journal, record.state), (None, completed("1").state()), "after `resolve`");
+}
+
+pub(super) async fn reopen_with_a_journal(case: &Case) {
+    let hows = ["released", "interrupted", "lapsed", "lapsed under `fail`"];
+    let with = [Some(steps(3)), Some(steps(1)), None, Some(journal("others"))];
+    let mut held = Vec::new();
+    for how in hows {
+        for (at, journal) in with.iter().enumerate() {
+            let key = case.key(&format!("{how} {at}"));
+            let is_lapsed = how.starts_with("lapsed");
+            let request = if is_lapsed { case.short(&key) } else { case.request(&key) };
+            let on_crash = if how.ends_with('`') { OnCrash::Fail } else { OnCrash::Retry };
+            let request = marked(ReserveRequest { on_crash, ..request }, 7).holder(case.store().context().holder());
+            let (lease, _) = case.continues(&request, "a key that was never used").await;
+            if on_crash == OnCrash::Fail {
+                case.begins(&lease).await;
+            }
+            assert_eq!(case.append(&lease, &steps(2)).await, Verdict::Applied);
+            let end = if how == "released" { Release::Returned } else { Release::Interrupted };
+            if !is_lapsed {
+                assert_eq!(case.release(&lease, end).await, Verdict::Applied);
+            }
+            held.push((key, lease, journal.clone(), how));
+        }
+    }
+    case.lapse().await;
+    for (key, lease, journal, how) in held {
+        let why = format!("{how}, then reopened with {journal:?}");
+        let before = case.recorded(&key).await.record;
+        let decision = case.decision(&key, 1, Action::ReopenWith(journal.clone())).await.by("alice").reason("INC-7");
+        for _ in 0..2 {
+            assert_eq!(case.decide(&decision).await, DecisionAnswer::Applied, "{why}");
+            let after = case.recorded(&key).await.record;
+            let provenance = before.provenance.with_decision("alice", "INC-7");
+            let expected = Record {
+                attempts_used: 0,
+                state: State::Released,
+                owner: after.owner,
+                journal: journal.clone(),
+                provenance,
+                ..before.clone()
+            };
+            assert_eq!(after, expected, "{why}: the record afterwards");
+        }
+        case.changes_nothing(&key, case.append(&lease, &steps(4)), &format!("{why}: a step of the earlier attempt"))
+            .await;
+        case.changes_nothing(&key, case.finish(&lease, &completed("late")), &format!("{why}: its end")).await;
+        let (second, continued) = case.continues(&case.request(&key), &why).await;
+        assert_eq!((second.attempt, second.attempts_used, &continued), (2, 1, &journal), "{why}: the next attempt");
+        let longer =
+            continued.map_or_else(|| steps(1), |journal| self::journal([&journal.bytes()[..], b"<+>"].concat()));
+        assert_eq!(case.append(&second, &longer).await, Verdict::Applied, "{why}");
+        assert_eq!(case.recorded(&key).await.record.journal, Some(longer), "{why}: a step of the next attempt");
+    }
+}
+
+pub(super) async fn reopen_with_names_the_seen_journal(case: &Case) {
+    let changes = [Some(steps(2)), Some(steps(1)), None];
+    // First case: the attempt has journaled a step after its lease had lapsed, and the lease has lapsed again.
+    for (at, journal) in changes.iter().enumerate() {
+        let key = case.key(&format!("lapsed {at}"));
+        let (lease, _) = case.continues(&case.short(&key), "a key that was never used").await;
+        if at > 0 {
+            assert_eq!(case.append(&lease, &steps(1)).await, Verdict::Applied);
+        }
+        case.lapse().await;
+        let decision = case.decision(&key, 1, Action::ReopenWith(journal.clone())).await;
+        assert_eq!(case.append(&lease, &steps(2)).await, Verdict::Applied, "to a lapsed lease");
+        case.lapse().await;
+        let told = case.decide(&decision).await;
+        assert_eq!(told, DecisionAnswer::changed(Standing::Lapsed), "a step that the operator has not seen");
+        case.changes_nothing(&key, case.decide(&decision), "a step that the operator has not seen").await;
+        assert_eq!(
+            case.decides(&key, 1, Action::ReopenWith(journal.clone())).await,
+            DecisionAnswer::Applied,
+            "seen now"
+        );
+    }
+    // Second case: the attempt runs, or has finished.
+    let key = case.key("running");
+    let (lease, _) = case.continues(&case.request(&key), "a key that was never used").await;
+    assert_eq!(case.append(&lease, &steps(1)).await, Verdict::Applied);
+    for journal in &changes {
+        let decision = case.decision(&key, 1, Action::ReopenWith(journal.clone())).await;
+        let told = case.decide(&decision).await;
+        assert!(matches!(told, DecisionAnswer::LiveLease { .. }), "a live lease: {told:?}");
+        case.changes_nothing(&key, case.decide(&decision), "a live lease").await;
+    }
+    assert_eq!(case.finish(&lease, &completed("1")).await, Verdict::Applied);
+    for journal in &changes {
+        let decision = case.decision(&key, 1, Action::ReopenWith(journal.clone())).await;
+        assert_eq!(case.decide(&decision).await, DecisionAnswer::Finished, "a finished operation");
+        case.changes_nothing(&key, case.decide(&decision), "a finished operation").await;
+    }
 }
 
 pub(super) async fn large_journal_survives(case: &Case) {

@@ -183,6 +183,8 @@ macro_rules! __conformance_clauses {
         append_is_the_owners: "Only the attempt itself can write its journal, by owner token and number.",
         append_after_the_end: "An `append` that arrives after the end of the attempt or after a takeover is refused and changes nothing.",
         journal_ends_with_the_operation: "A finished, forgotten or expired operation has no journal.",
+        reopen_with_a_journal: "`reopen_with` reopens an operation with another journal, or without a journal, and the attempt that it ends can't write any more.",
+        reopen_with_names_the_seen_journal: "`reopen_with` is refused if the attempt runs, has journaled a step since the operator read the record, or has finished.",
         decisions_keep_the_journal: "A decision after which the operation is not finished keeps the journal, with the steps that were written since the operator saw the record.",
         large_journal_survives: "A large journal is read back as written.",
         dropped_append: "An `append` whose future is dropped takes effect completely or not at all, and never removes a step.",
@@ -208,7 +210,7 @@ macro_rules! __conformance_clauses {
         release_wakes: "A release wakes its waiters.",
         takeover_wakes: "A takeover wakes the waiters for the earlier attempt.",
         reopen_wakes: "A `reopen` wakes the waiters for that attempt.",
-        decisions_wake: "`resolve`, `break_lease` and `forget` wake the waiters for that attempt.",
+        decisions_wake: "`reopen_with`, `resolve`, `break_lease` and `forget` wake the waiters for that attempt.",
         all_waiters_wake: "The end of an attempt wakes all of its 32 waiters.",
         nothing_to_wait_for: "A wait returns immediately unless its attempt is pending.",
         wait_is_bounded: "A wait returns when its time limit is over.",
@@ -295,6 +297,7 @@ use fingerprints::{
 use journal::{
     append_after_the_end, append_is_the_owners, append_renews, decisions_keep_the_journal, dropped_append,
     journal_comes_back, journal_ends_with_the_operation, journal_only_grows, large_journal_survives,
+    reopen_with_a_journal, reopen_with_names_the_seen_journal,
 };
 use keys::{long_keys_are_distinct, similar_keys_are_distinct};
 use listing::{list_and_inspect_agree, list_filters, list_shows_each_once, ping_is_answered};

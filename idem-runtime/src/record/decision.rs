@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::standing::Standing;
-use super::{Finish, Inspection, Provenance, Record, Revision, State, StoredResult, Verdict};
+use super::{Finish, Inspection, Journal, Provenance, Record, Revision, State, StoredResult, Verdict};
 use crate::key::Key;
 use crate::policy::OnCrash;
 
@@ -35,6 +35,9 @@ pub enum Action {
     /// Lets the next delivery run the body again: releases the record, and resets the number of attempts that count
     /// against `max_attempts` to zero. The action is refused if the operation has finished.
     Reopen,
+    /// Lets the next delivery run the body again, like `Reopen`, and replaces the journal by this one (`None`: removes
+    /// the journal). The action is refused as well if the journal has changed since the operator saw the record.
+    ReopenWith(Option<Journal>),
     /// Discards the result of a finished operation, and lets the next delivery run the body again: releases the record,
     /// and resets the number of attempts that count against `max_attempts` to zero. The action is refused unless the
     /// operation has finished.
@@ -53,11 +56,12 @@ pub enum Action {
 }
 
 impl Action {
-    /// Returns the name of the action in errors, logs and commands: `reopen`, `discard`, `resolve`, `replace`,
-    /// `break_lease` or `forget`.
+    /// Returns the name of the action in errors, logs and commands: `reopen`, `reopen_with`, `discard`, `resolve`,
+    /// `replace`, `break_lease` or `forget`.
     pub const fn name(&self) -> &'static str {
         match self {
             Self::Reopen => "reopen",
+            Self::ReopenWith(_) => "reopen_with",
             Self::Discard => "discard",
             Self::Resolve(_) => "resolve",
             Self::Replace(_) => "replace",
@@ -109,6 +113,12 @@ impl Decision {
     /// Makes the decision to let the next delivery run the body again.
     pub fn reopen(key: &Key, seen: impl Into<Revision>) -> Self {
         Self::new(key, seen, Action::Reopen)
+    }
+
+    /// Makes the decision to let the next delivery run the body again, with `journal` in place of the journal of the
+    /// record (`None`: without a journal). [`Journal::with_resolved`] and [`Journal::before`] make such journals.
+    pub fn reopen_with(key: &Key, seen: impl Into<Revision>, journal: Option<Journal>) -> Self {
+        Self::new(key, seen, Action::ReopenWith(journal))
     }
 
     /// Makes the decision to discard the recorded result and let the next delivery run the body again.
@@ -220,7 +230,9 @@ pub enum Ruling {
     Answer(DecisionAnswer),
     /// The store replaces the stored record by the record in this variant, but only if owner, attempt and state of the
     /// stored record are still the same. The lease must not have been renewed either, unless the decision [ends a live
-    /// lease](Decision::ends_live_lease). The new record is never pending, and keeps the retention.
+    /// lease](Decision::ends_live_lease). For [`Action::ReopenWith`], the length of the journal must be the same, too;
+    /// for another action, the store may keep a journal to which the attempt has appended meanwhile. The new record is
+    /// never pending, and keeps the retention.
     Replace(Record),
     /// The store removes the record, under the same condition as for a replacement. The store removes a record that
     /// can't be read only if all stored bytes of the record are still the same.
@@ -281,6 +293,11 @@ impl Record {
             let decided_by = self.provenance.decided_by().filter(|_| other).map(Box::from);
             return Ruling::Answer(DecisionAnswer::Changed { standing, decided_by });
         }
+        // The attempt may have journaled steps after its lease had lapsed, or may have renewed the lease meanwhile. An
+        // operator who changes the journal has to see these steps first.
+        if matches!(action, Action::ReopenWith(_)) && self.journal_bytes() != seen.journal_bytes() {
+            return Ruling::Answer(DecisionAnswer::changed(standing));
+        }
         // From here on the state of the record decides whether the action is possible.
         let decided = |state| {
             let (owner, provenance) = (self.owner.succeeded(), self.provenance.with_decision(by, reason));
@@ -309,6 +326,9 @@ impl Record {
             (_, State::Completed(_) | State::Failed(_)) => Ruling::Answer(DecisionAnswer::Finished),
             (Action::Resolve(finish), _) => Ruling::Replace(decided(finish.state())),
             (Action::Reopen, _) => released(),
+            (Action::ReopenWith(journal), _) => {
+                Ruling::Replace(Self { attempts_used: 0, journal: journal.clone(), ..decided(State::Released) })
+            }
             (Action::BreakLease, State::Pending { on_crash: OnCrash::Fail, begun: true, .. } | State::Interrupted) => {
                 Ruling::Replace(decided(State::Interrupted))
             }
@@ -328,6 +348,9 @@ impl Record {
     fn is_made_by(&self, decision: &Decision) -> bool {
         let is_its_end = match &decision.action {
             Action::Reopen | Action::Discard => self.state == State::Released && self.attempts_used == 0,
+            Action::ReopenWith(journal) => {
+                self.state == State::Released && self.attempts_used == 0 && self.journal == *journal
+            }
             Action::Resolve(finish) | Action::Replace(finish) => self.state == finish.state(),
             Action::BreakLease => matches!(self.state, State::Released | State::Interrupted),
             Action::Forget => false,
@@ -383,7 +406,14 @@ mod tests {
         let results = [StoredResult::Unencodable, encoded("1"), encoded("2")];
         let ends = |finish: fn(_) -> Finish| results.clone().into_iter().map(finish);
         let ends: Vec<_> = ends(Finish::Completed).chain(ends(Finish::Failed)).collect();
-        let others = [Action::Reopen, Action::Discard, Action::BreakLease, Action::Forget];
+        let others = [
+            Action::Reopen,
+            Action::ReopenWith(None),
+            Action::ReopenWith(Journal::new("steps")),
+            Action::Discard,
+            Action::BreakLease,
+            Action::Forget,
+        ];
         let resolved = ends.iter().cloned().map(Action::Resolve);
         others.into_iter().chain(resolved).chain(ends.iter().cloned().map(Action::Replace)).collect()
     }
@@ -445,6 +475,33 @@ mod tests {
                 }
             }
         });
+    }
+
+    #[test]
+    fn a_journal_is_replaced_only_if_the_operator_saw_all_of_it() {
+        let key = Key::new("test", "k").unwrap();
+        let journaled = |state, journal| Record { journal: Journal::new(journal), ..record(state) };
+        let pending = State::Pending { lease: LIVE, ttl: LIVE, on_crash: OnCrash::Retry, begun: false };
+        for state in [State::Released, State::Interrupted, pending] {
+            let found = journaled(state.clone(), "two steps");
+            for journal in [Journal::new("two steps, and the end of one"), Journal::new("one step"), None] {
+                let decision = Decision::reopen_with(&key, seen(&found, Duration::ZERO), journal.clone()).by("alice");
+                let ruling = found.decide(&decision, Duration::ZERO);
+                let Ruling::Replace(with) = ruling else { panic!("{ruling:?} of {found:?}") };
+                assert_eq!((with.journal.clone(), with.attempts_used, &with.state), (journal, 0, &State::Released));
+                // The same person with the same revision, but another journal.
+                let other = Decision::reopen_with(&key, decision.seen, Journal::new("other")).by("alice");
+                assert!(matches!(with.decide(&other, Duration::ZERO), Ruling::Answer(_)), "{with:?}");
+                // The attempt has journaled a step, or the operator saw no journal.
+                for meanwhile in ["two steps and a third", "one"] {
+                    let changed = journaled(state.clone(), meanwhile);
+                    let expected = Ruling::Answer(DecisionAnswer::changed(changed.standing(Duration::ZERO)));
+                    assert_eq!(changed.decide(&decision, Duration::ZERO), expected);
+                    let reopened = changed.decide(&Decision::reopen(&key, decision.seen), Duration::ZERO);
+                    assert!(matches!(reopened, Ruling::Replace(_)), "a plain `reopen` keeps the journal: {reopened:?}");
+                }
+            }
+        }
     }
 
     #[test]

@@ -105,7 +105,8 @@ impl Inspection {
 
     /// Returns the revision of this record, for decisions: a decision is refused once the record has changed.
     pub fn revision(&self) -> Revision {
-        Revision { owner: self.record.owner.tag(), attempt: self.record.attempt, standing: self.standing() }
+        let Record { owner, attempt, .. } = self.record;
+        Revision { owner: owner.tag(), attempt, standing: self.standing(), journal: self.record.journal_bytes() }
     }
 
     /// Returns the latest holder of the key: the store handle that made the latest attempt.

@@ -7,6 +7,7 @@ pub(crate) mod decision;
 pub mod format;
 pub(crate) mod inspection;
 pub(crate) mod journal;
+pub(crate) mod journaled_step;
 pub(crate) mod lease;
 pub(crate) mod owner;
 pub(crate) mod provenance;
@@ -231,6 +232,11 @@ impl Record {
     /// Returns the journal that a record with `state` keeps: the result of a finished operation is enough.
     pub(crate) fn journal_in(&self, state: &State) -> Option<&Journal> {
         self.journal.as_ref().filter(|_| state.result().is_none())
+    }
+
+    /// Returns the size of the journal; zero if the record has no journal.
+    pub(crate) fn journal_bytes(&self) -> u64 {
+        self.journal.as_ref().map_or(0, |journal| journal.bytes().len() as u64)
     }
 
     /// Returns the record without its result and its journal, for a list.

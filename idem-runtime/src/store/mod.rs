@@ -40,6 +40,7 @@ use crate::policy::{Policy, PolicyProblem};
 pub use crate::record::decision::{Action, Decision, DecisionAnswer};
 pub use crate::record::inspection::Inspection;
 pub use crate::record::journal::{Journal, JournalError};
+pub use crate::record::journaled_step::{JournaledStep, StepDecisionError, StepState};
 pub use crate::record::lease::{Lease, LeaseMark};
 pub use crate::record::owner::OwnerToken;
 pub use crate::record::provenance::Holder;

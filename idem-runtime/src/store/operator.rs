@@ -9,13 +9,14 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{
-    Decision, DecisionAnswer, Filter, Finish, Inspection, Page, Revision, Standing, Stats, Store, StoreError,
-    StoreErrorKind,
+    Decision, DecisionAnswer, Filter, Finish, Inspection, Journal, JournalError, Page, Revision, Standing, Stats,
+    StepDecisionError, Store, StoreError, StoreErrorKind,
 };
 use crate::codec::{self, Codec, CodecError, Json};
 use crate::key::{Key, KeyError};
 use crate::metrics::StoreOp;
 use crate::record::StoredResult;
+use crate::record::journaled_step::StepResolution;
 
 /// Lets a person inspect records and decide about them: resolve, replace, reopen or discard an operation, break a
 /// lease, forget a record. [`StoreExt::operator`](super::StoreExt::operator) makes an operator.
@@ -141,6 +142,114 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
     /// See [`resolve`](Self::resolve).
     pub async fn reopen(&self, key: &Key, seen: impl Into<Revision>) -> Result<(), OperatorError> {
         self.decide(Decision::reopen(key, seen)).await
+    }
+
+    /// Lets the next delivery run again, like [`reopen`](Self::reopen), with `journal` in place of the journal of the
+    /// record (`None`: without a journal, so that all steps run again). The decision is refused as well if the attempt
+    /// has journaled a step since the person looked.
+    ///
+    /// [`resolve_step`](Self::resolve_step), [`reopen_from`](Self::reopen_from) and
+    /// [`reopen_without_steps`](Self::reopen_without_steps) make the journal for the usual decisions.
+    ///
+    /// # Errors
+    /// See [`resolve`](Self::resolve).
+    pub async fn reopen_with(
+        &self,
+        key: &Key,
+        seen: impl Into<Revision>,
+        journal: Option<Journal>,
+    ) -> Result<(), OperatorError> {
+        self.decide(Decision::reopen_with(key, seen, journal)).await
+    }
+
+    /// Journals what became of a step whose effect is in doubt, and lets the next delivery run again: with the value of
+    /// the step, or with the step to run. `step` is the name of the step in [`Inspection::steps`]. Other steps stay as
+    /// they are: a handler with several steps in doubt needs a decision about each.
+    ///
+    /// ```
+    /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+    /// use idem_runtime::operator::StepResolution;
+    /// use idem_runtime::{Error, MemoryStore, StoreExt, current, idempotent};
+    ///
+    /// #[idempotent(key = "{order}", ttl = "7d", store = store, scope = "ship")]
+    /// async fn ship(store: &MemoryStore, order: u64) -> Result<String, Error> {
+    ///     let book = current()?.step("book").fail();
+    ///     book.run(async |_| std::future::pending().await).await // The process is killed.
+    /// }
+    ///
+    /// let store = MemoryStore::new();
+    /// let _ = tokio::time::timeout(std::time::Duration::from_millis(1), ship(&store, 42)).await;
+    /// assert!(matches!(ship(&store, 42).await, Err(Error::Step { .. })));
+    ///
+    /// // The carrier has the parcel.
+    /// let operator = store.operator().by("alice").reason("INC-7");
+    /// let key = operator.key("ship/42")?;
+    /// let found = operator.inspect(&key).await?.expect("the key of the error");
+    /// operator.resolve_step(&key, &found, "book", StepResolution::done(&"parcel 7".to_owned())?).await?;
+    /// assert_eq!(ship(&store, 42).await?, "parcel 7");
+    /// # Ok::<(), Box<dyn std::error::Error + Send + Sync>>(())
+    /// # }).unwrap();
+    /// ```
+    ///
+    /// # Errors
+    /// [`OperatorError::Step`] if the journal has no such step, or the step is not in doubt. Otherwise see
+    /// [`reopen_with`](Self::reopen_with).
+    pub async fn resolve_step(
+        &self,
+        key: &Key,
+        seen: &Inspection,
+        step: &str,
+        resolution: StepResolution,
+    ) -> Result<(), OperatorError> {
+        let journal = self.journal(key, seen, step, |journal| journal.with_resolved(step, &resolution))?;
+        self.reopen_with(key, seen, Some(journal)).await
+    }
+
+    /// Lets the next delivery run again from `step` on: removes the step, and the steps that [`Inspection::steps`]
+    /// lists after it, from the journal. The effects of these steps happen again, even of a step in doubt.
+    ///
+    /// # Errors
+    /// [`OperatorError::Step`] if the journal has no such step. Otherwise see [`reopen_with`](Self::reopen_with).
+    pub async fn reopen_from(&self, key: &Key, seen: &Inspection, step: &str) -> Result<(), OperatorError> {
+        let journal = self.journal(key, seen, step, |journal| journal.before(step))?;
+        self.reopen_with(key, seen, journal).await
+    }
+
+    /// Lets the next delivery run again without a journal. The effects of all steps happen again, even of a step in
+    /// doubt. This is the only decision about steps if the journal can't be read.
+    ///
+    /// # Errors
+    /// See [`reopen_with`](Self::reopen_with).
+    pub async fn reopen_without_steps(&self, key: &Key, seen: impl Into<Revision>) -> Result<(), OperatorError> {
+        self.reopen_with(key, seen, None).await
+    }
+
+    /// Changes the journal of `seen` for a decision about `step`.
+    fn journal<T>(
+        &self,
+        key: &Key,
+        seen: &Inspection,
+        step: &str,
+        change: impl FnOnce(&Journal) -> Result<T, StepDecisionError>,
+    ) -> Result<T, OperatorError> {
+        // The states that refuse the decision whatever the journal holds. Their reasons say more than "no such step".
+        let (key, store, attempt, action) = (key.clone(), self.store.context().name(), seen.attempt(), "reopen_with");
+        match seen.standing() {
+            Standing::Damaged => return Err(OperatorError::Damaged { key, store, action }),
+            Standing::Completed | Standing::Failed => {
+                return Err(OperatorError::Finished { key, store, attempt, action });
+            }
+            Standing::Running => {
+                let lapses_in = seen.lapses_in.unwrap_or_default();
+                return Err(OperatorError::LiveLease { key, store, attempt, lapses_in });
+            }
+            Standing::Lapsed | Standing::Released | Standing::Interrupted => {}
+        }
+        let changed = match &seen.record.journal {
+            Some(journal) => change(journal),
+            None => Err(StepDecisionError::NoSuchStep),
+        };
+        changed.map_err(|source| OperatorError::Step { key, store, step: step.into(), source })
     }
 
     /// Discards the recorded end of a finished operation, and lets the next delivery run again. The earlier attempts no
@@ -436,6 +545,18 @@ pub enum OperatorError {
         /// [Name](crate::store::Action::name) of the refused action.
         action: &'static str,
     },
+    /// The journal of the record does not allow the decision about a step.
+    #[non_exhaustive]
+    Step {
+        /// Key of the record.
+        key: Key,
+        /// Name of the store.
+        store: &'static str,
+        /// Name of the step.
+        step: Box<str>,
+        /// Reason of the refusal.
+        source: StepDecisionError,
+    },
     /// The store can't do this operation, or does it only on an explicit request, such as a list by [`Filter::scan`].
     #[non_exhaustive]
     Unsupported {
@@ -478,11 +599,8 @@ impl fmt::Display for OperatorError {
                     _ => write!(f, "key `{key}` in {store}: attempt {attempt} has changed since you looked: ")?,
                 }
                 match (decided_by, seen == standing) {
-                    (None, true) if *seen == Standing::Damaged => {
-                        f.write_str("it was written again, and is damaged as before")?;
-                    }
                     (Some(by), _) => write!(f, "{by} has decided about it, and it is {standing}")?,
-                    (None, true) => write!(f, "somebody has decided about it, and it is {standing} as before")?,
+                    (None, true) => write!(f, "it was written again, and is {standing} as before")?,
                     (None, false) => write!(f, "it was {seen}, and is {standing}")?,
                 }
                 f.write_str("; nothing was changed; look at the record again (`idem show`)")
@@ -491,7 +609,7 @@ impl fmt::Display for OperatorError {
                 write!(f, "key `{key}` in {store}: attempt {attempt} has finished; what it recorded stands")?;
                 f.write_str(match *action {
                     "resolve" => "; replace the result if it is wrong (`idem resolve --replace`)",
-                    "reopen" => "; discard the result if that is to be given up (`idem discard`)",
+                    "reopen" | "reopen_with" => "; discard the result if that is to be given up (`idem discard`)",
                     _ => "",
                 })
             }
@@ -512,6 +630,19 @@ impl fmt::Display for OperatorError {
                  find out whether the effect happened, then forget the record (`idem forget`): the next delivery runs as the first \
                  one"
             ),
+            Self::Step { key, store, step, source } => {
+                write!(f, "key `{key}` in {store}, step `{step}`: {source}; nothing was changed")?;
+                f.write_str(match source {
+                    StepDecisionError::NoSuchStep => "; look at the steps (`idem show --steps`)",
+                    StepDecisionError::NotInDoubt(_) => {
+                        "; to run it again, reopen the operation from this step on (`idem reopen --from`)"
+                    }
+                    StepDecisionError::Unreadable(JournalError::Damaged) => {
+                        "; to run all steps again, reopen the operation without them (`idem reopen --drop-steps`)"
+                    }
+                    _ => "",
+                })
+            }
             Self::Store { key: Some(key), store, source } => {
                 write!(f, "key `{key}` in {store}: {source}; ")?;
                 f.write_str(match source.may_have_landed() {
@@ -530,6 +661,7 @@ impl Error for OperatorError {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
             Self::Store { source, .. } | Self::Unsupported { source, .. } => Some(source),
+            Self::Step { source, .. } => Some(source),
             _ => None,
         }
     }

@@ -23,11 +23,12 @@ use crate::key::{Fingerprint, FingerprintError};
 use crate::metrics::{ScopeCells, StepOutcome, StoreOp};
 use crate::policy::{Backoff, OnUndecodable};
 use crate::record::journal::{JournalEntry, StepProgress};
+use crate::record::journaled_step::MAX_STEP_VALUE_BYTES;
 use crate::record::{OwnerToken, StoredResult, Verdict};
 use crate::store::{JournalAccess, StepClaim, StepJournal, StoreErrorKind};
 
 /// Largest value of a step, in bytes. A larger value is journaled as ended, without its value.
-const MAX_VALUE_BYTES: usize = 256 * 1024;
+const MAX_VALUE_BYTES: usize = MAX_STEP_VALUE_BYTES;
 
 thread_local! {
     /// Attempt whose step is being polled on this thread.

@@ -493,7 +493,7 @@ impl DynamoInner {
             .value("state", text(parts.state))
             .value("attempt", number(parts.attempt))
             .value("attempts_used", number(parts.attempts_used));
-        // The journal of a record that is not pending does not change.
+        // The journal of a record that is not pending changes only together with the owner token.
         if !met.record.is_pending() {
             return (SAME.to_owned(), terms);
         }

@@ -667,7 +667,7 @@ impl Store for PostgresInner {
 
     fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer> {
         StoreFuture::new(async move {
-            decision.result().map_or(Ok(()), sql::check_size)?;
+            sql::check_decision(decision)?;
             for look in 0..LOOKS {
                 pause_before(look, &*self.common.clock).await;
                 let here = self.here()?;

@@ -20,7 +20,7 @@ use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
 use super::param::{Effect, HiddenParam};
 use crate::record::format::FormatError;
 use crate::record::{
-    Admission, Decision, DecisionAnswer, Inspection, Journal, Lease, Parts, ReadExtent, Record, Reservation,
+    Action, Admission, Decision, DecisionAnswer, Inspection, Journal, Lease, Parts, ReadExtent, Record, Reservation,
     ReserveRequest, Ruling, State, StoredResult, signed_millis,
 };
 use crate::store::{Cursor, Filter, Page, Standing, StoreError, StoreErrorKind};
@@ -105,6 +105,14 @@ pub(super) fn check_size(result: &StoredResult) -> Result<(), StoreError> {
 /// Refuses a journal that no row can hold.
 pub(super) fn check_journal(journal: &Journal) -> Result<(), StoreError> {
     check_bytes("journal", journal.bytes().len())
+}
+
+/// Checks that a row can hold the result or the journal of `decision`.
+pub(super) fn check_decision(decision: &Decision) -> Result<(), StoreError> {
+    match &decision.action {
+        Action::ReopenWith(Some(journal)) => check_journal(journal),
+        _ => decision.result().map_or(Ok(()), check_size),
+    }
 }
 
 fn check_bytes(value: &str, bytes: usize) -> Result<(), StoreError> {
@@ -492,11 +500,13 @@ impl Statements {
         };
         // A decision that does not finish the operation keeps the journal, to which the attempt may have appended since
         // the record was read. If the record has finished, its column holds a result, which must not become a journal.
+        // A decision that changes the journal (`$16`) applies only to the journal that was read, of which `$17` is the
+        // length.
         let decide = format!(
             "UPDATE {table} AS r SET owner = $2, state = $3, attempts_used = $4, codec = $5, \
-             result = CASE WHEN $3 IN {unfinished} AND r.state IN {unfinished} THEN r.result ELSE $6 END, \
+             result = CASE WHEN NOT $16 AND $3 IN {unfinished} AND r.state IN {unfinished} THEN r.result ELSE $6 END, \
              result_bytes = $7, on_crash_fail = ($3 = 'interrupted'), begun = false, lease_ms = NULL, ttl_ms = NULL, decided_by = $13, \
-             decided_reason = $14 WHERE {} RETURNING {wake}",
+             decided_reason = $14 WHERE {} AND (NOT $16 OR coalesce(octet_length(r.result), 0) = $17) RETURNING {wake}",
             met(8, 15),
         );
         let forget = format!("DELETE FROM {table} AS r WHERE {} RETURNING {wake}", met(2, 7));
@@ -684,7 +694,6 @@ impl Statements {
         with: &Record,
     ) -> Result<bool, A::Error> {
         let (parts, seen) = (Parts::of(with), Parts::of(&met.record));
-        let journal = met.record.journal.as_ref().map_or(0, |journal| journal.bytes().len());
         let params: [&(dyn ToSql + Sync); 19] = [
             &request.key.as_str(),
             &HiddenParam(parts.owner),
@@ -704,7 +713,7 @@ impl Statements {
             &parts.decided_reason,
             &seen.begun,
             &parts.begun,
-            &i64::try_from(journal).unwrap_or(i64::MAX),
+            &journal_length(&met.record),
         ];
         Ok(!at.rows(&self.replace, &params, Effect::Writes).await?.is_empty())
     }
@@ -738,9 +747,10 @@ impl Statements {
         let rows = match &with {
             Some(with) => {
                 let parts = Parts::of(with);
-                // The statement itself keeps the journal of an unfinished record, so the journal is not sent.
-                let result = parts.result.as_deref().filter(|_| with.is_finished());
-                let params: [&(dyn ToSql + Sync); 15] = [
+                // The statement itself keeps the journal of an unfinished record, so only a changed journal is sent.
+                let changes_journal = matches!(decision.action, Action::ReopenWith(_));
+                let result = parts.result.as_deref().filter(|_| with.is_finished() || changes_journal);
+                let params: [&(dyn ToSql + Sync); 17] = [
                     &key,
                     &HiddenParam(parts.owner),
                     &parts.state,
@@ -756,9 +766,10 @@ impl Statements {
                     &parts.decided_by,
                     &parts.decided_reason,
                     &seen.begun,
+                    &changes_journal,
+                    &journal_length(&found.record),
                 ];
-                let bytes = decision.result().map_or(0, StoredResult::stored_bytes);
-                at.rows(&self.decide, &params, Effect::Records(bytes)).await?
+                at.rows(&self.decide, &params, Effect::Records(result.map_or(0, <[u8]>::len))).await?
             }
             None => {
                 let params: [&(dyn ToSql + Sync); 7] = [
@@ -818,6 +829,11 @@ impl Statements {
         ];
         Ok(!at.rows(&self.append, &params, Effect::Records(bytes.len())).await?.is_empty())
     }
+}
+
+/// Returns the length of the journal of `record`, as a statement compares it.
+fn journal_length(record: &Record) -> i64 {
+    i64::try_from(record.journal_bytes()).unwrap_or(i64::MAX)
 }
 
 /// Returns the attempt number to compare; `None` for a release, whose caller may not know the number.

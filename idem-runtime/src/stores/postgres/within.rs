@@ -319,7 +319,7 @@ impl<S: TransactionSession> TransactionStore for InPostgres<'_, S> {
     }
 
     async fn decide(&self, decision: &Decision) -> Result<DecisionAnswer, StoreError> {
-        decision.result().map_or(Ok(()), sql::check_size)?;
+        sql::check_decision(decision)?;
         for look in 0..LOOKS {
             pause_before(look, self.clock).await;
             if let Some(decided) = self.table.statements.try_decide(self, decision).await? {
