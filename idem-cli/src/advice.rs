@@ -5,27 +5,45 @@ use std::time::Duration;
 use idem_runtime::OnCrash;
 use idem_runtime::record::{Record, State, StoredResult};
 
+use crate::steps::doubts;
+
 /// Returns the effect of the next delivery with the same payload, and the commands for an operator. `lapses_in` is the
 /// time until the lease of a pending record lapses.
+///
+/// A step in doubt holds up the operation unless its handler has a reaction of its own, which a record does not hold.
 ///
 /// A record does not hold the `max_attempts` of its handler, so the text names the largest `max_attempts` under which
 /// no delivery runs.
 pub(crate) fn advice(record: &Record, lapses_in: Duration) -> String {
+    let doubts = doubts(record);
+    let at_doubts = doubts.as_ref().map_or(String::new(), |steps| {
+        format!(
+            " and asks the reconciler of {steps}, or is refused there: `idem resolve --step` records whether its effect \
+             happened"
+        )
+    });
     let may_run = |verb: &str| match (record.attempt, record.attempts_counted()) {
         (u32::MAX, _) => {
             "no delivery runs: attempts can't be numbered any further; `idem forget` lets the next delivery \
                           run as the first one"
                 .to_owned()
         }
-        (_, 0) => format!("the next delivery {verb}"),
+        (_, 0) => format!("the next delivery {verb}{at_doubts}"),
         (_, counted) => format!(
-            "the next delivery {verb}, unless `max_attempts` of its handler is {counted} or less: then it ends with \
-             `AttemptsExhausted`, and `idem reopen` lets the next one run"
+            "the next delivery {verb}{at_doubts}, unless `max_attempts` of its handler is {counted} or less: then it ends \
+             with `AttemptsExhausted`, and `idem reopen` lets the next one run"
         ),
     };
     match &record.state {
         State::Pending { .. } if !lapses_in.is_zero() => {
             "it is running; if its process is gone for sure: `idem release --break-lease`".to_owned()
+        }
+        State::Pending { on_crash: OnCrash::Fail, begun: true, .. } | State::Interrupted if doubts.is_some() => {
+            let steps = doubts.unwrap_or_default();
+            format!(
+                "nothing runs until you decide, or the reconciler of its handler, if it has one, knows: find out whether the \
+                 effect of {steps} happened; `idem resolve --step` records that, and the next delivery runs"
+            )
         }
         State::Pending { on_crash: OnCrash::Fail, begun: true, .. } | State::Interrupted => {
             "nothing runs until you decide, or the reconciler of its handler, if it has one, knows: find out whether the \
@@ -56,12 +74,14 @@ mod tests {
     use bytes::Bytes;
     use idem_runtime::codec::CodecName;
     use idem_runtime::record::{Admission, Ruling};
-    use idem_runtime::store::{Action, Decision, Finish, Inspection, OwnerToken, Reservation, ReserveRequest};
+    use idem_runtime::store::{Action, Decision, Finish, Inspection, Journal, OwnerToken, Reservation, ReserveRequest};
     use idem_runtime::{Json, Key};
 
     use super::*;
 
     const LONG: Duration = Duration::from_secs(60);
+    /// Journal of version 1 in which step `pay` of attempt 1 has begun.
+    const DOUBTFUL: &[u8] = b"\x01\0\x03pay\0\0\0\x01\0\x04";
 
     fn encoded() -> StoredResult {
         StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: Bytes::from_static(b"7") }
@@ -90,7 +110,11 @@ mod tests {
                 for lapses_in in [Duration::ZERO, LONG] {
                     let mut record = Record::new(OwnerToken::from_bytes([1; 16]), attempt, state.clone());
                     record.attempts_used = used;
-                    records.push((record, lapses_in));
+                    records.push((record.clone(), lapses_in));
+                    if state.result().is_none() {
+                        record.journal = Journal::new(DOUBTFUL);
+                        records.push((record, lapses_in));
+                    }
                 }
             }
         }
@@ -153,6 +177,20 @@ mod tests {
     }
 
     #[test]
+    fn a_step_in_doubt_is_in_the_advice_unless_the_operation_runs() {
+        for (record, lapses_in) in records() {
+            let is_running = record.is_pending() && !lapses_in.is_zero();
+            let is_named = advice(&record, lapses_in).contains("step `pay`");
+            let says_so = record.journal.is_some() && !is_running && record.attempt < u32::MAX;
+            let waits = matches!(
+                record.state,
+                State::Interrupted | State::Pending { begun: true, on_crash: OnCrash::Fail, .. }
+            );
+            assert_eq!(is_named, says_so || (record.journal.is_some() && !is_running && waits), "{record:?}");
+        }
+    }
+
+    #[test]
     fn each_command_in_the_advice_is_possible_for_the_record() {
         let key: Key = "pay/42".parse().unwrap();
         for (record, lapses_in) in records() {
@@ -161,6 +199,7 @@ mod tests {
             let actions = [
                 ("`idem release --break-lease`", Action::BreakLease),
                 ("`idem resolve`", Action::Resolve(completes())),
+                ("`idem resolve --step`", Action::ReopenWith(Journal::new(DOUBTFUL))),
                 ("`idem resolve --completed FILE`", Action::Resolve(completes())),
                 ("`idem resolve --failed FILE`", Action::Resolve(Finish::Failed(encoded()))),
                 ("`idem resolve --replace`", Action::Replace(completes())),

@@ -17,6 +17,7 @@ mod schema;
 mod serve;
 mod shape;
 mod shell;
+mod steps;
 mod store;
 mod tls;
 mod watch;

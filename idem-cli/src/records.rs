@@ -4,12 +4,13 @@ use std::fmt::Write as _;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use clap::ValueEnum;
 use idem_runtime::codec::CodecName;
-use idem_runtime::operator::Operator;
+use idem_runtime::operator::{Operator, StepResolution};
 use idem_runtime::record::{State, StoredResult};
 use idem_runtime::store::{Filter, Finish, Inspection, Revision, Standing};
 use idem_runtime::{Key, OnCrash, Store, StoreExt};
@@ -22,6 +23,7 @@ use crate::response;
 use crate::scan;
 use crate::shape::{self, Model};
 use crate::shell::quoted;
+use crate::steps::{self, StepChange};
 use crate::store::StoreArguments;
 
 /// Size in bytes of the largest result that the command reads from a file: far more than a policy allows by default
@@ -36,9 +38,12 @@ const MAX_RESULT_BYTES: u64 = 256 << 20;
 pub(crate) struct Show {
     /// The key, as `<scope>/<text>`
     key: String,
-    /// Also shows the recorded result, which may hold confidential data
+    /// Also shows the recorded result, or the values of the steps with `--steps`, which may hold confidential data
     #[arg(long)]
     result: bool,
+    /// Also shows each step of an unfinished operation: its name, attempt, state and inputs, and the size of its value
+    #[arg(long)]
+    steps: bool,
     #[command(flatten)]
     store: StoreArguments,
     /// Prints one JSON object per line
@@ -73,6 +78,8 @@ struct Change {
 ///
 /// Refused while an attempt is running. Refused if a result is recorded, unless `--replace` states that it is wrong.
 /// Refused if the result has another shape than good results of the same scope; `--shape` prints that shape.
+///
+/// With `--step`, records the end of a step in doubt, and allows the next delivery to run again.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES, group = clap::ArgGroup::new("end").required(true))]
 pub(crate) struct Resolve {
@@ -94,6 +101,13 @@ pub(crate) struct Resolve {
     /// Prints the shape of a good result (names and types of its fields, no values), and decides nothing
     #[arg(long, group = "end")]
     shape: bool,
+    /// Name of a step in doubt, as `idem show --steps` prints it: the end is the end of this step, not of the operation.
+    /// `--completed FILE` gives the value of the step as JSON
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["http_response", "failed", "shape", "codec", "like", "other_shape", "replace"])]
+    step: Option<String>,
+    /// The effect of the step did not happen, and the next attempt runs the step
+    #[arg(long, group = "end", requires = "step")]
+    not_done: bool,
     /// Codec of the handler; JSON is checked, other codecs are not
     #[arg(long, value_name = "NAME", default_value = "json")]
     codec: String,
@@ -121,11 +135,18 @@ enum OperationEnd {
 /// Allows the next delivery to run again.
 ///
 /// Refused while an attempt is running, and after the operation has finished: `idem discard` removes a recorded result.
+/// The steps that have ended keep their values, and a step in doubt stays in doubt, unless an option removes steps.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct Reopen {
     /// The key, as `<scope>/<text>`
     key: String,
+    /// Removes this step and the steps that `idem show --steps` prints after it: their effects happen again
+    #[arg(long, value_name = "STEP", conflicts_with = "drop_steps")]
+    from: Option<String>,
+    /// Removes all steps: their effects happen again
+    #[arg(long)]
+    drop_steps: bool,
     #[command(flatten)]
     change: Change,
 }
@@ -249,6 +270,10 @@ pub(crate) async fn show(arguments: &Show) -> Result<ExitCode, Stop> {
     let Some(found) = operator.inspect(&key).await? else { return Err(nothing(&key, store.name())) };
     let mut object = object(&key, store.name(), &found);
     let mut text = text(&key, store.name(), &found);
+    steps::add_to(&mut object, &found, arguments.steps, arguments.result);
+    if arguments.steps {
+        text.push_str(&steps::lines(&found, arguments.result));
+    }
     if arguments.result
         && let Some(StoredResult::Encoded { bytes, .. }) = found.record.state.result()
     {
@@ -367,7 +392,7 @@ fn text(key: &Key, store: &str, found: &Inspection) -> String {
     facts(key, store, found).iter().map(|(name, value)| line(name, value)).collect::<Vec<_>>().concat()
 }
 
-fn line(name: &str, value: &str) -> String {
+pub(crate) fn line(name: &str, value: &str) -> String {
     format!("{name:<13}{}\n", printable(value))
 }
 
@@ -448,6 +473,9 @@ fn facts_of_record(key: &Key, store: &str, found: &Inspection) -> Vec<Fact> {
         let reason = found.decided_reason().map_or(String::new(), |reason| format!(": {reason}"));
         line("decided by", &format!("{by}{reason}"));
     }
+    if let Some(steps) = steps::summary(found) {
+        line("steps", &steps);
+    }
     line("expires in", &human(*expires_in));
     line("what now", &advice(record, lapses_in.unwrap_or(Duration::MAX)));
     facts
@@ -469,6 +497,7 @@ pub(crate) enum Act {
     Resolve(Finish, String),
     Replace(Finish, String),
     Reopen,
+    ReopenWith(StepChange),
     Discard,
     Forget,
     BreakLease,
@@ -499,6 +528,9 @@ impl Act {
                 (format!("Resolve {about} as {end}"), format!("resolved {about} as {end}; duplicates are told so"))
             }
             Self::Reopen => (format!("Reopen {about}"), format!("reopened {about}; the next delivery runs again")),
+            Self::ReopenWith(StepChange { what, .. }) => {
+                (format!("Reopen {about}{what}"), format!("reopened {about}{what}; the next delivery runs again"))
+            }
             Self::Forget if found.damage.is_some() => (
                 format!("Forget {about}, whether its handler is running or has completed"),
                 format!("forgot `{key}`, which was damaged; the next delivery runs as the first one"),
@@ -519,6 +551,7 @@ impl Act {
             Self::Resolve(..) => "resolve",
             Self::Replace(..) => "replace",
             Self::Reopen => "reopen",
+            Self::ReopenWith(change) => change.name,
             Self::Discard => "discard",
             Self::Forget => "forget",
             Self::BreakLease => "break_lease",
@@ -537,6 +570,7 @@ impl Act {
             Self::Resolve(finish, _) => operator.resolve(key, seen, finish.into()).await?,
             Self::Replace(finish, _) => operator.replace(key, seen, finish.into()).await?,
             Self::Reopen => operator.reopen(key, seen).await?,
+            Self::ReopenWith(change) => operator.reopen_with(key, seen, change.into_journal()).await?,
             Self::Discard => operator.discard(key, seen).await?,
             Self::BreakLease => operator.break_lease(key, seen).await?,
             Self::Forget => {
@@ -553,6 +587,9 @@ pub(crate) async fn resolve(arguments: &Resolve) -> Result<ExitCode, Stop> {
     let Resolve { key, completed, http_response, failed, without_result, codec, replace, change, .. } = arguments;
     if arguments.shape {
         return print_shape(arguments).await;
+    }
+    if let Some(step) = &arguments.step {
+        return resolve_step(arguments, step).await;
     }
     // The result is read before the person is asked to confirm, so that a wrong file is reported before the question.
     let (finish, end) = match (completed, http_response, failed, without_result) {
@@ -578,7 +615,32 @@ pub(crate) async fn resolve(arguments: &Resolve) -> Result<ExitCode, Stop> {
     };
     let act = if *replace { Act::Replace } else { Act::Resolve };
     let comparison = Comparison { like: arguments.like.as_deref(), other_shape: arguments.other_shape };
-    decide(change, key, act(finish, end), comparison).await
+    decide(change, key, |_, _, _| Ok(act(finish, end)), comparison).await
+}
+
+/// Records the end of a step in doubt.
+async fn resolve_step(arguments: &Resolve, step: &str) -> Result<ExitCode, Stop> {
+    let Resolve { key, completed, without_result, change, .. } = arguments;
+    let (resolution, end) = match (completed, without_result) {
+        (Some(file), _) => {
+            let value = read(file, "json")?;
+            let end = format!("ended with {}", described(&value));
+            (StepResolution::from(value), end)
+        }
+        (_, Some(OperationEnd::Failed)) => {
+            return Err(Stop::Usage(
+                "a step does not end with an error; `--not-done` lets the next attempt run the step".to_owned(),
+            ));
+        }
+        (_, Some(OperationEnd::Completed)) => {
+            (StepResolution::done_without_value(), "ended, its value unknown".to_owned())
+        }
+        (None, None) => (StepResolution::not_done(), "not done".to_owned()),
+    };
+    let act = |operator: &Operator<'_, _>, key: &Key, found: &Inspection| {
+        StepChange::resolve(operator, key, found, step, &resolution, &end).map(Act::ReopenWith)
+    };
+    decide(change, key, act, Comparison::default()).await
 }
 
 /// Options of the comparison of a new result with good results.
@@ -629,11 +691,16 @@ async fn print_shape(arguments: &Resolve) -> Result<ExitCode, Stop> {
 const NO_MODEL: &str = "no good result is known to compare with; `--like KEY` names a record that has one";
 
 pub(crate) async fn reopen(arguments: &Reopen) -> Result<ExitCode, Stop> {
-    decide(&arguments.change, &arguments.key, Act::Reopen, Comparison::default()).await
+    let act = |operator: &Operator<'_, _>, key: &Key, found: &Inspection| match &arguments.from {
+        Some(step) => StepChange::from(operator, key, found, step).map(Act::ReopenWith),
+        None if arguments.drop_steps => Ok(Act::ReopenWith(StepChange::without_steps(found))),
+        None => Ok(Act::Reopen),
+    };
+    decide(&arguments.change, &arguments.key, act, Comparison::default()).await
 }
 
 pub(crate) async fn discard(arguments: &Discard) -> Result<ExitCode, Stop> {
-    decide(&arguments.change, &arguments.key, Act::Discard, Comparison::default()).await
+    decide(&arguments.change, &arguments.key, |_, _, _| Ok(Act::Discard), Comparison::default()).await
 }
 
 pub(crate) async fn forget(arguments: &Forget) -> Result<ExitCode, Stop> {
@@ -641,14 +708,14 @@ pub(crate) async fn forget(arguments: &Forget) -> Result<ExitCode, Stop> {
         (_, Some(prefix)) => forget_all(arguments, prefix).await,
         (key, None) => {
             let key = key.as_deref().unwrap_or_default();
-            decide(&arguments.change, key, Act::Forget, Comparison::default()).await
+            decide(&arguments.change, key, |_, _, _| Ok(Act::Forget), Comparison::default()).await
         }
     }
 }
 
 pub(crate) async fn release(arguments: &Release) -> Result<ExitCode, Stop> {
     debug_assert!(arguments.break_lease, "required");
-    decide(&arguments.change, &arguments.key, Act::BreakLease, Comparison::default()).await
+    decide(&arguments.change, &arguments.key, |_, _, _| Ok(Act::BreakLease), Comparison::default()).await
 }
 
 /// Removes, or lists, all records whose key starts with `prefix`.
@@ -731,7 +798,13 @@ async fn forget_all(arguments: &Forget, prefix: &str) -> Result<ExitCode, Stop> 
     }
 }
 
-async fn decide(change: &Change, shown: &str, act: Act, comparison: Comparison<'_>) -> Result<ExitCode, Stop> {
+/// Makes the decision that `act` returns for the record of the key.
+async fn decide(
+    change: &Change,
+    shown: &str,
+    act: impl FnOnce(&Operator<'_, Arc<dyn Store>>, &Key, &Inspection) -> Result<Act, Stop>,
+    comparison: Comparison<'_>,
+) -> Result<ExitCode, Stop> {
     let store = change.store.open().await?;
     let operator = store.operator().by(change.by.clone().unwrap_or_else(user)).reason(&change.reason);
     let key = key(&operator, shown)?;
@@ -750,6 +823,7 @@ async fn decide(change: &Change, shown: &str, act: Act, comparison: Comparison<'
         None => found.revision(),
     };
     let attempt = seen.attempt();
+    let act = act(&operator, &key, &found)?;
     let (question, done) = act.words(&key, &found, attempt);
     let mut about = text(&key, store.name(), &found);
     if let Act::Resolve(finish, _) | Act::Replace(finish, _) = &act {

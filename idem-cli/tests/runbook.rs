@@ -11,8 +11,9 @@ mod page;
 mod scene;
 
 /// Titles of the incidents on the page.
-const INCIDENTS: [&str; 15] = [
+const INCIDENTS: [&str; 16] = [
     "A worker died under `on_crash = fail`",
+    "A step is in doubt",
     "A process hangs and holds its lease",
     "A result grew too large",
     "A deployment changed a return type",

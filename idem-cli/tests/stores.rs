@@ -7,6 +7,8 @@ mod records;
 mod results;
 #[path = "stores/servers.rs"]
 mod servers;
+#[path = "stores/steps.rs"]
+mod steps;
 #[path = "stores/support.rs"]
 mod support;
 #[path = "stores/usage.rs"]

@@ -61,6 +61,49 @@ async fn the_runbook_resolves_the_death_of_a_worker_under_on_crash_fail() {
 }
 
 #[tokio::test]
+async fn the_runbook_resolves_a_step_in_doubt() {
+    let (scene, store) = Scene::on_file("A step is in doubt").await;
+    let order = async |order: &str, carrier_answers: bool| {
+        let body = async {
+            let attempt = current()?;
+            let charge: Value = attempt.step("charge").run(async |_| scene.charge(order).await).await?;
+            let booking = attempt.step("book").fail().timeout(SECOND / 100);
+            let parcel: String = booking
+                .run(async |_| match carrier_answers {
+                    true => Ok::<_, Failure>("p-9".to_owned()),
+                    false => std::future::pending().await,
+                })
+                .await?;
+            Ok(json!({ "receipt": charge["receipt"], "parcel": parcel }))
+        };
+        deliver(&store, order, PAY, body).await
+    };
+    let interrupts = async |number: &str| {
+        // The carrier does not answer, and the step runs into its time limit.
+        let (result, _) = order(number, false).await;
+        assert!(matches!(result, Err(Failure::Refused(Error::Step { .. }))), "{result:?}");
+        let (result, outcome) = order(number, true).await;
+        assert!(matches!(result, Err(Failure::Refused(Error::Interrupted { .. }))), "{result:?}");
+        assert_eq!(outcome.disposition(), Disposition::DeadLetter);
+    };
+    interrupts("42").await;
+    assert_eq!(store.count_undecided().await.unwrap(), 1);
+    scene.is_seen(&store);
+    // The carrier has a parcel for order 42.
+    scene.play();
+    let (result, outcome) = order("42", true).await;
+    assert_eq!(result.unwrap(), json!({ "receipt": "r-42", "parcel": "p-7" }));
+    assert_eq!((outcome.disposition(), scene.charges("42")), (Disposition::Ack, 1));
+    // The carrier has no parcel for order 43.
+    interrupts("43").await;
+    scene.play();
+    let (result, _) = order("43", true).await;
+    assert_eq!(result.unwrap(), json!({ "receipt": "r-43", "parcel": "p-9" }));
+    assert_eq!(scene.charges("43"), 1);
+    scene.ends();
+}
+
+#[tokio::test]
 async fn the_runbook_resolves_a_hung_process_that_holds_its_lease() {
     let (scene, store) = Scene::on_file("A process hangs and holds its lease").await;
     // The lease is so long that the test can't wait for its lapse.

@@ -80,7 +80,8 @@ impl Section {
             let (shown, own) = (revisions(&mut prints.iter().copied()), revisions(&mut printed.lines()));
             let mut printed = printed;
             for (shown, own) in shown.into_iter().zip(own) {
-                let without_mark = |revision: &str| revision.rsplit_once('-').map(|(front, _)| front.to_owned());
+                let without_mark =
+                    |revision: &str| -> Vec<_> { revision.splitn(3, '-').take(2).map(str::to_owned).collect() };
                 if without_mark(&shown) == without_mark(&own) {
                     printed = printed.replace(&own, &shown);
                     self.revisions.push((shown, own));

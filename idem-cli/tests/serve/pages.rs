@@ -9,7 +9,7 @@ use idem_runtime::{Key, SqliteStore, Store, StoreExt as _};
 use idem_tests::sqlite::raw;
 
 use super::server::{Server, cut_off};
-use super::support::{Records, command, completed, interrupted, key, pending, run, state};
+use super::support::{Records, command, completed, doubtful, interrupted, key, pending, run, state};
 
 /// Texts that, without an escape, would be markup, end a string, or change the direction of the page's text.
 const HOSTILE: [&str; 6] = [
@@ -61,6 +61,17 @@ async fn the_refresh_of_the_first_page_is_off_until_a_person_switches_it_on() {
     assert!(!page.body.contains("http-equiv"), "{}", page.body);
     let page = server.get("/?refresh=on").has(200, "<meta http-equiv=\"refresh\" content=\"7\">");
     page.has(200, "<a href=\"/\">Stop the refresh of this page</a>");
+}
+
+#[tokio::test]
+async fn the_page_of_a_record_counts_its_steps_and_names_the_steps_in_doubt() {
+    let records = Records::new().await;
+    doubtful(&records.store, "42").await;
+    let page = Server::start(&records, &[]).get("/record?key=pay%2F42").has(200, "<dt>steps</dt>");
+    for text in ["2, 1 in doubt: `book`", "`idem resolve --step` records that"] {
+        assert!(page.body.contains(text), "no `{text}` in {}", page.body);
+    }
+    assert!(!page.body.contains("4111"), "{}", page.body);
 }
 
 #[tokio::test]

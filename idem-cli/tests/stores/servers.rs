@@ -10,7 +10,9 @@ use idem_tests::server::{Kind, RedisServer, raw, until};
 use idem_tests::sqlite::Folder;
 use serde_json::Value;
 
-use super::support::{Records, Run, command, completed, expired, file, idem_at, interrupted, revision, run, state};
+use super::support::{
+    Records, Run, command, completed, doubtful, expired, file, idem_at, interrupted, revision, run, state,
+};
 
 /// Resolves a record of the store at `url`, as an operator on call does.
 async fn settles(url: &str, store: &dyn Store) {
@@ -33,6 +35,18 @@ async fn settles(url: &str, store: &dyn Store) {
     idem_at(url, &["forget", "pay/42", "--seen", &other, "--yes"]).ends(1).complains("the latest attempt is 1");
     idem_at(url, &["forget", "pay/42", "--seen", &look(), "--yes"]).ends(0);
     idem_at(url, &["show", "pay/42"]).ends(4);
+    // A step in doubt gets its value.
+    doubtful(store, "book").await;
+    idem_at(url, &["show", "pay/book", "--steps"]).ends(0).says("step 2       book: in doubt since attempt 1");
+    let seen = revision(url, "pay/book");
+    let value = ["--step", "book", "--completed", receipt.to_str().unwrap()];
+    let resolve = [&["resolve", "pay/book", "--seen", &seen, "--yes"], &value[..]].concat();
+    idem_at(url, &resolve).ends(0).says("with step `book` ended with 9 bytes of json");
+    idem_at(url, &["show", "pay/book", "--steps"]).ends(0).says("step 2       book: ended in attempt 1");
+    idem_at(url, &["reopen", "pay/book", "--from", "book", "--seen", &revision(url, "pay/book"), "--yes"]).ends(0);
+    let shown = idem_at(url, &["show", "pay/book", "--json"]).ends(0).json();
+    assert_eq!((&shown["steps"], &shown["state"]), (&Value::from(1), &Value::from("released")));
+    idem_at(url, &["forget", "pay/book", "--seen", &revision(url, "pay/book"), "--yes"]).ends(0);
     completed(store, "kept", b"1").await;
     idem_at(url, &["purge"]).ends(0);
     assert_eq!(state(store, "kept").await, Some("completed"));

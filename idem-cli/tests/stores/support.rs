@@ -1,5 +1,6 @@
 //! Helpers that run the program, and that write records.
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -10,7 +11,7 @@ use bytes::Bytes;
 use idem_runtime::codec::CodecName;
 use idem_runtime::record::StoredResult;
 use idem_runtime::store::{Finish, Lease, Release, Reservation, ReserveRequest, Verdict};
-use idem_runtime::{Json, Key, OnCrash, SqliteStore, Store};
+use idem_runtime::{Error, Json, Key, OnCrash, Operation, Policy, SqliteStore, Store, current};
 use idem_tests::sqlite::Folder;
 use serde_json::Value;
 
@@ -154,6 +155,22 @@ pub(crate) async fn pending(store: &dyn Store, text: &str) -> Lease {
 pub(crate) async fn interrupted(store: &dyn Store, text: &str) {
     let lease = pending(store, text).await;
     let _ = store.release(&lease, Release::Interrupted).await.unwrap();
+}
+
+/// Runs `pay/<text>` until it is interrupted: step `charge` ends with a card number, and the end of step `book` is not
+/// known.
+pub(crate) async fn doubtful(store: &dyn Store, text: &str) {
+    let operation = Operation::new(store, Key::new("pay", text), Policy::new(LONG));
+    let body = async {
+        let attempt = current()?;
+        let card = async |_| Ok::<_, Error>(BTreeMap::from([("card".to_owned(), "4111".to_owned())]));
+        attempt.step("charge").fingerprint(&7).run(card).await?;
+        let booking = attempt.step("book").fail().timeout(Duration::from_millis(1));
+        booking.run(async |_| std::future::pending::<Result<String, Error>>().await).await
+    };
+    let error = operation.run(body).await.unwrap_err();
+    assert!(matches!(error, Error::Step { .. }), "{error:?}");
+    assert_eq!(state(store, text).await, Some("interrupted"));
 }
 
 /// Reserves `pay/<text>`, and completes it with this result.

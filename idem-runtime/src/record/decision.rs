@@ -116,7 +116,7 @@ impl Decision {
     }
 
     /// Makes the decision to let the next delivery run the body again, with `journal` in place of the journal of the
-    /// record (`None`: without a journal). [`Journal::with_resolved`] and [`Journal::before`] make such journals.
+    /// record (`None`: without a journal). An [`Operator`](crate::operator::Operator) makes such journals.
     pub fn reopen_with(key: &Key, seen: impl Into<Revision>, journal: Option<Journal>) -> Self {
         Self::new(key, seen, Action::ReopenWith(journal))
     }

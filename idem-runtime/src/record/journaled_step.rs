@@ -183,13 +183,8 @@ impl Journal {
         Ok(entries.iter().cloned().enumerate().filter_map(counts).collect())
     }
 
-    /// Returns this journal with the end of a step in doubt, for a
-    /// [decision to reopen](crate::store::Decision::reopen_with) the operation.
-    ///
-    /// # Errors
-    /// [`StepDecisionError`] if the journal has no such step, the step is not in doubt, the value is too large, or the
-    /// journal can't be read.
-    pub fn with_resolved(&self, step: &str, resolution: &StepResolution) -> Result<Self, StepDecisionError> {
+    /// Returns this journal with the end of a step in doubt.
+    pub(crate) fn with_resolved(&self, step: &str, resolution: &StepResolution) -> Result<Self, StepDecisionError> {
         let entries = self.entries()?;
         let latest = entries.iter().rfind(|entry| *entry.name == *step).ok_or(StepDecisionError::NoSuchStep)?;
         match JournaledStep(latest.clone()).state() {
@@ -207,12 +202,8 @@ impl Journal {
     }
 
     /// Returns this journal without the entries of `step`, and without the entries of all steps that
-    /// [`steps`](Self::steps) lists after it; `None` if no entry is left. For a [decision to
-    /// reopen](crate::store::Decision::reopen_with) the operation from this step on.
-    ///
-    /// # Errors
-    /// [`StepDecisionError`] if the journal has no such step, or can't be read.
-    pub fn before(&self, step: &str) -> Result<Option<Self>, StepDecisionError> {
+    /// [`steps`](Self::steps) lists after it; `None` if no entry is left.
+    pub(crate) fn before(&self, step: &str) -> Result<Option<Self>, StepDecisionError> {
         let entries = self.entries()?;
         let latest = latest_entries(&entries);
         let from = *latest.get(step).ok_or(StepDecisionError::NoSuchStep)?;

@@ -201,7 +201,7 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         step: &str,
         resolution: StepResolution,
     ) -> Result<(), OperatorError> {
-        let journal = self.journal(key, seen, step, |journal| journal.with_resolved(step, &resolution))?;
+        let journal = self.with_step_resolved(key, seen, step, &resolution)?;
         self.reopen_with(key, seen, Some(journal)).await
     }
 
@@ -211,7 +211,7 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
     /// # Errors
     /// [`OperatorError::Step`] if the journal has no such step. Otherwise see [`reopen_with`](Self::reopen_with).
     pub async fn reopen_from(&self, key: &Key, seen: &Inspection, step: &str) -> Result<(), OperatorError> {
-        let journal = self.journal(key, seen, step, |journal| journal.before(step))?;
+        let journal = self.before_step(key, seen, step)?;
         self.reopen_with(key, seen, journal).await
     }
 
@@ -222,6 +222,30 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
     /// See [`reopen_with`](Self::reopen_with).
     pub async fn reopen_without_steps(&self, key: &Key, seen: impl Into<Revision>) -> Result<(), OperatorError> {
         self.reopen_with(key, seen, None).await
+    }
+
+    /// Returns the journal of `seen` with the end of a step in doubt, for [`reopen_with`](Self::reopen_with). Decides
+    /// nothing: a program that asks a person for a confirmation gets a refusal before the question.
+    ///
+    /// # Errors
+    /// See [`resolve_step`](Self::resolve_step).
+    pub fn with_step_resolved(
+        &self,
+        key: &Key,
+        seen: &Inspection,
+        step: &str,
+        resolution: &StepResolution,
+    ) -> Result<Journal, OperatorError> {
+        self.journal(key, seen, step, |journal| journal.with_resolved(step, resolution))
+    }
+
+    /// Returns the journal of `seen` without `step` and the steps after it, for [`reopen_with`](Self::reopen_with);
+    /// `None` if no step is left. Decides nothing.
+    ///
+    /// # Errors
+    /// See [`reopen_from`](Self::reopen_from).
+    pub fn before_step(&self, key: &Key, seen: &Inspection, step: &str) -> Result<Option<Journal>, OperatorError> {
+        self.journal(key, seen, step, |journal| journal.before(step))
     }
 
     /// Changes the journal of `seen` for a decision about `step`.
