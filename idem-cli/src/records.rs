@@ -18,7 +18,7 @@ use serde::de::IgnoredAny;
 use serde_json::{Value, json};
 
 use crate::advice::advice;
-use crate::report::{Output, STATUSES, Stop, confirm, human, millis, printable};
+use crate::report::{Output, STATUSES, Stop, confirm, content, described, human, line, millis, printable};
 use crate::response;
 use crate::scan;
 use crate::shape::{self, Model};
@@ -101,8 +101,8 @@ pub(crate) struct Resolve {
     /// Prints the shape of a good result (names and types of its fields, no values), and decides nothing
     #[arg(long, group = "end")]
     shape: bool,
-    /// Name of a step in doubt, as `idem show --steps` prints it: the end is the end of this step, not of the operation.
-    /// `--completed FILE` gives the value of the step as JSON
+    /// Name of a step in doubt, as `idem show --steps` prints it; the end is the end of this step, and `--completed`
+    /// gives its value as JSON
     #[arg(long, value_name = "NAME", conflicts_with_all = ["http_response", "failed", "shape", "codec", "like", "other_shape", "replace"])]
     step: Option<String>,
     /// The effect of the step did not happen, and the next attempt runs the step
@@ -293,17 +293,6 @@ pub(crate) async fn show(arguments: &Show) -> Result<ExitCode, Stop> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns a result as text if its bytes are text, otherwise as hexadecimal digits. JSON is not parsed, so its numbers
-/// keep their form.
-pub(crate) fn content(bytes: &Bytes) -> (&'static str, String) {
-    match std::str::from_utf8(bytes) {
-        Ok(text) if !text.contains(|c: char| c.is_control() && !matches!(c, '\n' | '\r' | '\t')) => {
-            ("text", text.to_owned())
-        }
-        _ => ("hex", bytes.iter().fold(String::new(), |hex, byte| format!("{hex}{byte:02x}"))),
-    }
-}
-
 pub(crate) fn nothing(key: &Key, store: &str) -> Stop {
     Stop::Nothing(format!(
         "key `{key}` in {store}: there is no record; it has expired, was forgotten, or is in another namespace"
@@ -392,10 +381,6 @@ fn text(key: &Key, store: &str, found: &Inspection) -> String {
     facts(key, store, found).iter().map(|(name, value)| line(name, value)).collect::<Vec<_>>().concat()
 }
 
-pub(crate) fn line(name: &str, value: &str) -> String {
-    format!("{name:<13}{}\n", printable(value))
-}
-
 /// Name and value of a line about a record.
 pub(crate) type Fact = (&'static str, String);
 
@@ -479,17 +464,6 @@ fn facts_of_record(key: &Key, store: &str, found: &Inspection) -> Vec<Fact> {
     line("expires in", &human(*expires_in));
     line("what now", &advice(record, lapses_in.unwrap_or(Duration::MAX)));
     facts
-}
-
-pub(crate) fn described(result: &StoredResult) -> String {
-    match result {
-        StoredResult::Encoded { codec, bytes } => format!("{} bytes of {}", bytes.len(), codec.as_str()),
-        StoredResult::LeftOut { codec, size: Some(size) } => format!("{size} bytes of {}", codec.as_str()),
-        StoredResult::LeftOut { codec, size: None } => codec.as_str().to_owned(),
-        StoredResult::TooLarge { size } => format!("not recorded: {size} bytes are more than the policy allows"),
-        StoredResult::Unreadable { reason } => format!("can't be read: {reason}"),
-        _ => "unknown: it could not be written, or was resolved without one".to_owned(),
-    }
 }
 
 /// Decision about a record.

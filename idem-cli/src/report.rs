@@ -6,7 +6,9 @@ use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 use std::time::Duration;
 
+use bytes::Bytes;
 use idem_runtime::operator::OperatorError;
+use idem_runtime::record::StoredResult;
 use idem_runtime::{StoreError, StoreErrorKind};
 use serde_json::{Value, json};
 
@@ -161,6 +163,34 @@ fn without_parameters(text: &str) -> String {
 /// Returns the text on one line, without control characters, because names and reasons may contain any text.
 pub(crate) fn printable(text: &str) -> String {
     text.replace(char::is_control, "�")
+}
+
+/// Returns a line about a record for a person.
+pub(crate) fn line(name: &str, value: &str) -> String {
+    format!("{name:<13}{}\n", printable(value))
+}
+
+/// Returns a result as text if its bytes are text, otherwise as hexadecimal digits. JSON is not parsed, so its numbers
+/// keep their form.
+pub(crate) fn content(bytes: &Bytes) -> (&'static str, String) {
+    match std::str::from_utf8(bytes) {
+        Ok(text) if !text.contains(|c: char| c.is_control() && !matches!(c, '\n' | '\r' | '\t')) => {
+            ("text", text.to_owned())
+        }
+        _ => ("hex", bytes.iter().fold(String::new(), |hex, byte| format!("{hex}{byte:02x}"))),
+    }
+}
+
+/// Describes a result without its content.
+pub(crate) fn described(result: &StoredResult) -> String {
+    match result {
+        StoredResult::Encoded { codec, bytes } => format!("{} bytes of {}", bytes.len(), codec.as_str()),
+        StoredResult::LeftOut { codec, size: Some(size) } => format!("{size} bytes of {}", codec.as_str()),
+        StoredResult::LeftOut { codec, size: None } => codec.as_str().to_owned(),
+        StoredResult::TooLarge { size } => format!("not recorded: {size} bytes are more than the policy allows"),
+        StoredResult::Unreadable { reason } => format!("can't be read: {reason}"),
+        _ => "unknown: it could not be written, or was resolved without one".to_owned(),
+    }
 }
 
 /// Escapes the control characters that JSON allows in texts, because a terminal would execute some of them.

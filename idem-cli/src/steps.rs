@@ -2,15 +2,13 @@
 
 use std::fmt::Write as _;
 
-use idem_runtime::Store;
 use idem_runtime::operator::{Operator, StepResolution};
-use idem_runtime::record::StoredResult;
+use idem_runtime::record::{Record, StoredResult};
 use idem_runtime::store::{Inspection, Journal, JournalError, JournaledStep, Standing, StepState};
-use idem_runtime::{Key, record::Record};
+use idem_runtime::{Key, Store};
 use serde_json::{Value, json};
 
-use crate::records::{content, described, line};
-use crate::report::{Stop, printable};
+use crate::report::{Stop, content, described, line, printable};
 
 /// Number of steps that a text names before it counts the rest.
 const NAMED: usize = 3;

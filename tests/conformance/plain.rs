@@ -729,8 +729,8 @@ impl Plain {
         let broken = decision.action == Action::BreakLease
             && (seen.standing(), is.standing()) == (Standing::Running, Standing::Lapsed);
         let same_standing = seen.standing() == is.standing() || broken || self.is(M::DecidesWhateverMovedOn);
-        // Revisions with the same attempt and standing differ in their owner token. The length of the journal counts only
-        // if the decision changes the journal.
+        // Revisions with the same attempt and standing differ in their owner token. The length of the journal counts
+        // only if the decision changes the journal.
         let mark = |revision: &Revision| revision.to_string().split('-').nth(2).map(str::to_owned);
         let same_steps = is.journal_bytes() == seen.journal_bytes()
             || !matches!(decision.action, Action::ReopenWith(_))

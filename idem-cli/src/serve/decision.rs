@@ -8,8 +8,8 @@ use idem_runtime::store::{Action, Decision, Finish, Inspection};
 
 use super::form::Form;
 use super::html::Html;
-use crate::records::{Act, described, encoded};
-use crate::report::Stop;
+use crate::records::{Act, encoded};
+use crate::report::{Stop, described};
 
 /// Kind of decision.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

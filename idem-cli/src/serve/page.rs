@@ -8,8 +8,8 @@ use idem_runtime::{Key, OnCrash};
 use super::decision::Verb;
 use super::form::Form;
 use super::html::{Html, Target};
-use crate::records::{content, facts};
-use crate::report::human;
+use crate::records::facts;
+use crate::report::{content, human};
 use crate::response;
 use crate::watch::Look;
 

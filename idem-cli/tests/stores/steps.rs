@@ -14,8 +14,7 @@ async fn ends(store: &SqliteStore, text: &str) -> String {
     let operation = Operation::new(store, Key::new("pay", text), Policy::new(Duration::from_secs(3600)));
     let body = async {
         let attempt = current()?;
-        let _: String =
-            attempt.step("charge").fingerprint(&7).run(async |_| Ok::<_, Error>("again".to_owned())).await?;
+        let _: Value = attempt.step("charge").fingerprint(&7).run(async |_| Ok::<_, Error>(json!("again"))).await?;
         attempt.step("book").fail().run(async |_| Ok::<_, Error>("booked again".to_owned())).await
     };
     operation.run(body).await.unwrap()
