@@ -151,6 +151,15 @@ impl Decision {
         self.action.finish().map(Finish::result)
     }
 
+    /// Returns the number of bytes of the result or the journal that the decision stores.
+    #[cfg(feature = "sqlite")]
+    pub(crate) fn stored_bytes(&self) -> usize {
+        match &self.action {
+            Action::ReopenWith(Some(journal)) => journal.bytes().len(),
+            _ => self.result().map_or(0, StoredResult::stored_bytes),
+        }
+    }
+
     /// Returns whether the decision may end a live lease. All other decisions are refused if the lease is live when the
     /// record is written. A decision to break a lease that the operator saw as lapsed is refused as well, if the lease
     /// is live.

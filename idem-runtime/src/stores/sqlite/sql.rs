@@ -14,8 +14,8 @@ use rusqlite::{CachedStatement, Connection, Row, Statement, ToSql, params};
 use crate::key::Key;
 use crate::record::format::FormatError;
 use crate::record::{
-    Action, Admission, Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Parts, ReadExtent, Record,
-    Release, Reservation, ReserveRequest, Ruling, State, StoredResult, Verdict, signed_millis,
+    Admission, Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Parts, ReadExtent, Record, Release,
+    Reservation, ReserveRequest, Ruling, State, Verdict, signed_millis,
 };
 use crate::store::{Cursor, Filter, Page};
 
@@ -602,10 +602,7 @@ impl<'c> Table<'c> {
 
     /// Applies the decision of an operator.
     pub(crate) fn decide(&mut self, decision: &Decision, now: i64) -> Result<DecisionAnswer, Trouble> {
-        let bytes = match &decision.action {
-            Action::ReopenWith(Some(journal)) => journal.bytes().len(),
-            _ => decision.result().map_or(0, StoredResult::stored_bytes),
-        };
+        let bytes = decision.stored_bytes();
         if bytes > MAX_RESULT_BYTES {
             return Err(Trouble::TooLarge(bytes));
         }

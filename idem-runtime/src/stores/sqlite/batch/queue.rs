@@ -43,7 +43,7 @@ impl SqliteRequest {
         match self {
             Self::Finish(_, finish) => finish.result().stored_bytes(),
             Self::Append(_, journal) => journal.bytes().len(),
-            Self::Decide(decision) => decision.result().map_or(0, StoredResult::stored_bytes),
+            Self::Decide(decision) => decision.stored_bytes(),
             _ => 0,
         }
     }
