@@ -312,8 +312,9 @@ const REPLACE: [Type; 19] = [
 ];
 
 /// Parameters of a decision: key, new owner, state, attempts used, codec, result and its size, then the second to sixth
-/// parameter of [`FORGET`], the operator and the reason, and whether the body had begun.
-const DECIDE: [Type; 15] = [
+/// parameter of [`FORGET`], the operator and the reason, whether the body had begun, whether the journal changes, and the
+/// length of the journal that was read.
+const DECIDE: [Type; 17] = [
     Type::TEXT,
     Type::BYTEA,
     Type::TEXT,
@@ -329,6 +330,8 @@ const DECIDE: [Type; 15] = [
     Type::TEXT,
     Type::TEXT,
     Type::BOOL,
+    Type::BOOL,
+    Type::INT8,
 ];
 /// Parameters of a removal: key, then owner, attempt, state and attempts used of the record that was read, whether the
 /// lease may be live, and whether the body had begun.
