@@ -940,6 +940,208 @@ mod explorer {
         assert_eq!(reached.iter().filter(|step| **step == 1).count(), 1, "killed in its question: {reached:?}");
     }
 
+    // ---- Steps -----------------------------------------------------------------------------------------------------
+
+    impl App {
+        /// Makes an effect in a step of the same name, with the child key of the step if `keyed`.
+        async fn step(&self, name: &'static str, keyed: bool) -> anyhow::Result<()> {
+            let step = current()?.step(name);
+            step.run(async |step| Ok(self.effect(name, keyed.then(|| step.child_key())).await?)).await
+        }
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn fulfil(app: &App, order: u32, unkeyed: Option<&'static str>) -> anyhow::Result<u32> {
+        for name in ["charge", "reserve", "book"] {
+            app.step(name, unkeyed != Some(name)).await?;
+        }
+        Ok(order)
+    }
+
+    #[test]
+    fn a_handler_whose_steps_hand_out_their_child_keys_passes() {
+        let report = explore(|worker| async move { fulfil(&App::new(worker), 42, None).await });
+        report.assert_once();
+        assert_eq!(report.store_calls(), ["reserve", "append", "append", "append", "finish"]);
+        let appends = report.awaits().iter().filter(|it| it.contains("`append`")).count();
+        assert_eq!(appends, 6, "a delivery is cut before and after each write of the journal");
+        let explorer = Explorer::new().twice().duplicates(2);
+        explorer.explore(|worker| async move { fulfil(&App::new(worker), 42, None).await }).assert_once();
+    }
+
+    /// Step in which `problem` repeats its only effect.
+    fn step_of(problem: &Problem) -> Option<&str> {
+        match problem {
+            Problem::StepRepeated { step, .. } => Some(step),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn a_step_without_its_child_key_is_found_by_its_name() {
+        for unkeyed in ["charge", "reserve", "book"] {
+            let deliver = move |worker| async move { fulfil(&App::new(worker), 42, Some(unkeyed)).await };
+            let report = explore(deliver);
+            let found = scenarios(&report, |explorer| explorer.explore(deliver), |it| step_of(it).is_some());
+            let problems: Vec<_> = report.findings().iter().map(|it| step_of(it.problem())).collect();
+            assert!(problems.iter().all(|it| *it == Some(unkeyed)), "{report}");
+            let sentence =
+                format!("`{unkeyed}` happened twice, not once: step `{unkeyed}` happened twice without its key");
+            assert!(report.to_string().contains(&sentence), "{report}");
+            // The step runs again if its attempt ends between the effect and the journal entry, however it ends.
+            let effect = 1 + ["charge", "reserve", "book"].iter().position(|it| *it == unkeyed).unwrap();
+            let (append, cut) = (1 + effect, 3 * effect + effect);
+            for scenario in [
+                format!("crash@effect:{effect}"),
+                format!("answer-lost@effect:{effect}"),
+                format!("down@store:{append}/duplicate:after"),
+                format!("crash@await:{cut}"),
+                format!("cancel@await:{cut}"),
+                format!("stop@await:{cut}"),
+            ] {
+                assert!(found.contains(&scenario), "{scenario} in {found:?}");
+            }
+            // Once the entry is in the store, no attempt runs the step again.
+            for scenario in [
+                format!("crash@store:{append}"),
+                format!("answer-lost@store:{append}"),
+                format!("crash@await:{}", cut + 2),
+                format!("cancel@await:{}", cut + 2),
+            ] {
+                assert!(!found.contains(&scenario), "{scenario} in {found:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_story_of_a_step_shows_its_journal_entry() {
+        let report = Explorer::new()
+            .only("answer-lost@effect:3")
+            .explore(|worker| async move { fulfil(&App::new(worker), 42, Some("book")).await });
+        let text = report.to_string();
+        assert!(text.contains("step `charge` is journaled (worker 1, attempt 1)"), "{text}");
+        assert!(text.contains("fulfil/order:42 as attempt 2, after step `charge`, `reserve`"), "{text}");
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn three_steps(app: &App, order: u32, ran: &Mutex<Vec<u32>>) -> anyhow::Result<u32> {
+        let attempt = current()?;
+        for n in 1..=3 {
+            let step = attempt.step(("step", n));
+            step.run(async |step| {
+                ran.lock().unwrap().push(n);
+                anyhow::Ok(app.effect(&format!("effect {n}"), Some(step.child_key())).await?)
+            })
+            .await?;
+        }
+        app.worker.checkpoint().await;
+        Ok(order)
+    }
+
+    #[test]
+    fn an_attempt_after_a_crash_continues_after_the_journaled_steps() {
+        let ran: Arc<Mutex<Vec<u32>>> = Arc::default();
+        let explored = |explorer: Explorer| {
+            let ran = Arc::clone(&ran);
+            explorer.explore(move |worker| {
+                let ran = Arc::clone(&ran);
+                async move { three_steps(&App::new(worker), 42, &ran).await }
+            })
+        };
+        let report = explored(Explorer::new());
+        report.assert_once();
+        // For each await at which the first delivery ends: the number of steps whose bodies have begun before, and the
+        // number of steps whose entries the store has.
+        let places = report.awaits().iter().scan((0_u32, 0_u32), |(begun, journaled), place| {
+            *begun += u32::from(place.starts_with("before effect"));
+            *journaled += u32::from(place.starts_with("after `append`"));
+            Some((place.clone(), *begun, *journaled))
+        });
+        let places: Vec<_> = places.collect();
+        assert_eq!(places.last().map(|it| (it.1, it.2)), Some((3, 3)), "{report}");
+        for (at, (place, begun, journaled)) in places.into_iter().enumerate() {
+            for cut in ["crash", "cancel"] {
+                ran.lock().unwrap().clear();
+                let alone = explored(Explorer::new().only(format!("{cut}@await:{}", at + 1)));
+                alone.assert_once();
+                let ran = std::mem::take(&mut *ran.lock().unwrap());
+                // The explorer first plays the scenarios without a fault and those that show the steps of the effects.
+                let recorded = place.contains("`finish`") && place.starts_with("after");
+                let second = if recorded { 4..4 } else { 1 + journaled..4 };
+                let expected: Vec<u32> = (1..=begun).chain(second).collect();
+                assert!(ran.ends_with(&expected), "{cut} {place}: {expected:?} in {ran:?}");
+                let before = &ran[..ran.len() - expected.len()];
+                assert!(before.ends_with(&[1, 2, 3]), "{cut} {place}: {expected:?} in {ran:?}");
+            }
+        }
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn charge_outside_of_the_step(app: &App, order: u32, asks: bool) -> anyhow::Result<u32> {
+        if !asks || !app.worker.happened("charge").await? {
+            app.charge(None).await?;
+        }
+        app.step("book", true).await?;
+        Ok(order)
+    }
+
+    #[test]
+    fn an_effect_outside_of_the_steps_is_found_without_a_step() {
+        for asks in [false, true] {
+            let deliver = move |worker| async move { charge_outside_of_the_step(&App::new(worker), 42, asks).await };
+            let found = found!(is_repeated, deliver);
+            let report = explore(deliver);
+            assert!(report.findings().iter().all(|it| is_repeated(it.problem())), "{report}");
+            // The journal entry of the step after the charge prevents no repetition.
+            assert_eq!(found.contains("crash@store:2"), !asks, "{found:?}");
+        }
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn fulfil_in_tasks(app: &Arc<App>, order: u32, together: bool) -> anyhow::Result<u32> {
+        let attempt = current()?;
+        let book = |n: u32| {
+            let (app, step) = (Arc::clone(app), attempt.step(("book", n)));
+            async move {
+                let name = format!("parcel {n}");
+                step.run(async |step| anyhow::Ok(app.effect(&name, (n != 2).then(|| step.child_key())).await?)).await
+            }
+        };
+        if together {
+            let (one, two, three) = futures::join!(book(1), book(2), book(3));
+            one.and(two).and(three)?;
+        } else {
+            let tasks: Vec<_> = (1..=3).map(|n| tokio::spawn(book(n))).collect();
+            for task in tasks {
+                task.await??;
+            }
+        }
+        Ok(order)
+    }
+
+    #[test]
+    fn of_concurrent_steps_the_one_without_its_key_is_found() {
+        for together in [true, false] {
+            let deliver = move |worker| async move { fulfil_in_tasks(&Arc::new(App::new(worker)), 42, together).await };
+            let report = explore(deliver);
+            let steps: BTreeSet<_> = report.findings().iter().map(|it| step_of(it.problem())).collect();
+            assert_eq!(steps, BTreeSet::from([Some("book[2]")]), "{report}");
+        }
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn one_name_for_two_effects(app: &App, order: u32) -> anyhow::Result<u32> {
+        for n in 1..=2 {
+            current()?.step(("mail", n)).run(async |_| anyhow::Ok(app.effect("mail", None).await?)).await?;
+        }
+        Ok(order)
+    }
+
+    #[test]
+    fn an_effect_of_two_steps_is_found_without_a_step() {
+        found!(is_repeated, |worker| async move { one_name_for_two_effects(&App::new(worker), 42).await });
+    }
+
     // ---- The scenarios ---------------------------------------------------------------------------------------------
 
     #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]

@@ -17,6 +17,7 @@ use super::report::Report;
 use super::run::Run;
 use super::scenario::{Cut, Duplicate, Point, Scenario};
 use super::simulation::{Simulation, Task};
+use super::steps::step_of_each_effect;
 use super::worker::{SLOWER, Worker, World};
 use crate::clock::Clock;
 use crate::engine::{Observe, Outcome, Refusal};
@@ -303,6 +304,13 @@ impl Explorer {
         if plain.effects.is_empty() {
             report.add(&plain, Problem::NothingCounted);
         }
+        if !plain.steps.is_empty() {
+            let appends: Vec<_> = (1..).zip(&plain.store_calls).filter(|(_, call)| *call == "append").collect();
+            let appends: Vec<usize> = appends.into_iter().map(|(n, _)| n).collect();
+            let scenarios = Scenario::about_steps(plain.effect_calls.len(), &appends);
+            let runs: Vec<_> = scenarios.map(|scenario| self.run(scenario, plain.lease, &deliver)).collect();
+            report.set_steps(step_of_each_effect(&plain, &runs));
+        }
         let awaits = plain.awaits.len();
         let mut scenarios = Scenario::all(awaits, plain.store_calls.len(), plain.effect_calls.len(), self.orders);
         if self.twice {
@@ -374,6 +382,8 @@ impl Explorer {
             effect_calls: std::mem::take(&mut state.effect_calls),
             effects,
             too_early,
+            steps: std::mem::take(&mut state.steps),
+            later: std::mem::take(&mut state.later),
             reconciles: state.reconciles,
             awaits_in_doubt: known.awaits_in_doubt,
             values: known.values,

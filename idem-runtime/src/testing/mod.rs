@@ -54,7 +54,7 @@
 //! | scenario | fault at the named point of the first delivery | bugs it finds |
 //! |---|---|---|
 //! | `cancel@await:n` | the future is dropped; the worker lives on | half-done work is done again |
-//! | `crash@await:n`, `@effect:n`, `@return`, `@ack` | its worker dies, with its heartbeats, late writes and tasks | half-done work is done again, one lease later; work that the handler did not wait for |
+//! | `crash@await:n`, `@store:n`, `@effect:n`, `@return`, `@ack` | its worker dies (at a store call or an effect: right after it has happened), with its heartbeats, late writes and tasks | half-done work is done again, one lease later; work that the handler did not wait for |
 //! | `stop@await:n`, `@effect:n` | its worker stands still (at an effect: while the request is on its way); another worker takes over and ends; the first worker goes on | effects of an attempt that is over |
 //! | `pause@await:n`, `@effect:n` | as `stop`, but the first worker goes on once the other has begun | concurrent attempts |
 //! | `overtake@await:n`, `@effect:n` | as `stop`, but the other worker takes over and dies | a lost lease taken for success |
@@ -75,6 +75,47 @@
 //! Scenarios with concurrent workers are run in several task orders (`/order:1`): [`Explorer::orders`]. A late request
 //! arrives as late as possible: once the effect was repeated, or (in `/order:1`) right after a question about it, or
 //! just before the request [expires](Effect::expires_after), or after the last delivery.
+//!
+//! # Steps
+//!
+//! A [step](crate::Attempt::step) has an await before and after each of its effects, and its journal entry is a store
+//! call, `append`. So the explorer ends a delivery between the effect and the entry, and right before and after the
+//! entry reaches the store. A later attempt gets the values of the steps whose entries the store has, as the story
+//! shows. A step without an entry runs again. If its effect then happens again, because the other service does not
+//! recognise the repetition by its key, the finding names the step ([`Problem::StepRepeated`]):
+//!
+//! ```
+//! use idem_runtime::testing::{Problem, Worker, explore};
+//! use idem_runtime::step::Step;
+//! use idem_runtime::{Error, current, idempotent};
+//!
+//! /// A parcel service. Without a key, the service books a second parcel for a second request.
+//! async fn book(worker: &Worker, key: Option<String>) -> Result<bool, Error> {
+//!     let parcel = worker.effect("parcel");
+//!     let booked = if let Some(key) = key { parcel.key(key).await } else { parcel.await };
+//!     booked.map_err(|_| Error::NoAttempt)
+//! }
+//!
+//! #[idempotent(key = "order:{order}", ttl = "7d", store = worker.store())]
+//! async fn fulfil(worker: &Worker, order: u32, keyed: bool) -> Result<u32, Error> {
+//!     let attempt = current()?;
+//!     let charge = worker.effect("charge");
+//!     let paid = async |step: Step| charge.key(step.child_key()).await.map_err(|_| Error::NoAttempt);
+//!     attempt.step("charge").run(paid).await?;
+//!     attempt.step("book").run(async |step| book(worker, keyed.then(|| step.child_key())).await).await?;
+//!     Ok(order)
+//! }
+//!
+//! explore(|worker| async move { fulfil(&worker, 42, true).await }).assert_once();
+//! let report = explore(|worker| async move { fulfil(&worker, 42, false).await });
+//! let is_named = |it: &Problem| matches!(it, Problem::StepRepeated { step, .. } if step == "book");
+//! assert!(report.findings().iter().all(|finding| is_named(finding.problem())));
+//! assert!(report.to_string().contains("step `book` happened twice without its key"));
+//! ```
+//!
+//! The explorer finds the step of an effect by experiment: the value of this step, and of no other one, keeps the next
+//! attempt from requesting the effect. So give each effect its own name. A finding about an effect that the handler
+//! requests several times, or that several steps explain, is [`Problem::Repeated`].
 //!
 //! # Reconcilers
 //!
@@ -176,6 +217,8 @@ mod run;
 mod scenario;
 #[cfg(feature = "testing")]
 mod simulation;
+#[cfg(feature = "testing")]
+mod steps;
 #[cfg(feature = "testing")]
 mod tasks;
 #[cfg(feature = "testing")]

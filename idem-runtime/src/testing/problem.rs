@@ -49,6 +49,19 @@ pub enum Problem {
         /// Number of times that the effect happened in the plain run.
         expected: usize,
     },
+    /// An effect of a step happened more often than in the plain run: the step was cut off between the effect and its
+    /// journal entry, so the next attempt ran the step again, and the request had no key by which the other service
+    /// recognises a repetition ([`Step::child_key`](crate::step::Step::child_key)).
+    StepRepeated {
+        /// Name of the step.
+        step: String,
+        /// Name of the effect.
+        effect: String,
+        /// Number of times that the effect happened.
+        times: usize,
+        /// Number of times that the effect happened in the plain run.
+        expected: usize,
+    },
     /// An effect happened again, because a reconciler answered
     /// [`NotDone`](crate::Reconciliation::NotDone) while a request for the effect was on its way.
     NotDoneTooEarly {
@@ -98,6 +111,7 @@ impl Problem {
     pub(super) fn is_like(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Repeated { effect, .. }, Self::Repeated { effect: other, .. })
+            | (Self::StepRepeated { effect, .. }, Self::StepRepeated { effect: other, .. })
             | (Self::NotDoneTooEarly { effect, .. }, Self::NotDoneTooEarly { effect: other, .. })
             | (Self::Missing { effect, .. }, Self::Missing { effect: other, .. }) => effect == other,
             _ => self == other,
@@ -111,6 +125,13 @@ impl fmt::Display for Problem {
             Self::Repeated { effect, times, expected } => {
                 write!(f, "EFFECT REPEATED: `{effect}` happened {}, not {}", often(*times), often(*expected))
             }
+            Self::StepRepeated { step, effect, times, expected } => write!(
+                f,
+                "EFFECT REPEATED: `{effect}` happened {}, not {}: step `{step}` happened {} without its key",
+                often(*times),
+                often(*expected),
+                often(*times)
+            ),
             Self::NotDoneTooEarly { effect, times, expected } => write!(
                 f,
                 "EFFECT REPEATED: `{effect}` happened {}, not {}: the reconciler answered NotDone while a request was on \

@@ -19,6 +19,8 @@ pub struct Report {
     /// Number of times that each effect happened in the plain run.
     expected: BTreeMap<String, usize>,
     set_aside: bool,
+    /// Step of each effect that happens in a step.
+    steps: BTreeMap<String, String>,
     findings: Vec<Finding>,
     pub(super) left_out: usize,
     pub(super) incomplete: bool,
@@ -34,6 +36,7 @@ impl Report {
             effect_calls: plain.effect_calls.clone(),
             expected: plain.effects.clone(),
             set_aside: plain.set_aside,
+            steps: BTreeMap::new(),
             findings: Vec::new(),
             left_out: 0,
             incomplete: false,
@@ -99,6 +102,11 @@ impl Report {
         self.findings.push(run.finding(problem));
     }
 
+    /// Sets the step of each effect that happens in a step.
+    pub(super) fn set_steps(&mut self, steps: BTreeMap<String, String>) {
+        self.steps = steps;
+    }
+
     /// Adds the differences between `run` and the plain run to the findings.
     pub(super) fn judge(&mut self, run: &Run, at_most_once: bool) {
         self.scenarios += 1;
@@ -110,9 +118,10 @@ impl Report {
             let expected = self.expected.get(effect).copied().unwrap_or_default();
             if times > expected {
                 let effect = effect.clone();
-                problems.push(match run.too_early.contains(&effect) {
-                    true => Problem::NotDoneTooEarly { effect, times, expected },
-                    false => Problem::Repeated { effect, times, expected },
+                problems.push(match self.steps.get(&effect) {
+                    _ if run.too_early.contains(&effect) => Problem::NotDoneTooEarly { effect, times, expected },
+                    Some(step) => Problem::StepRepeated { step: step.clone(), effect, times, expected },
+                    None => Problem::Repeated { effect, times, expected },
                 });
             }
         }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::problem::{Finding, Problem};
+use super::worker::LaterDeliveries;
 
 /// Trace of a scenario that has run.
 pub(super) struct Run {
@@ -13,6 +14,9 @@ pub(super) struct Run {
     pub(super) effects: std::collections::BTreeMap<String, usize>,
     /// Effects that a body repeated after its reconciler had answered `NotDone`, and whose first request arrived late.
     pub(super) too_early: std::collections::BTreeSet<String>,
+    /// Steps that were journaled.
+    pub(super) steps: std::collections::BTreeSet<String>,
+    pub(super) later: LaterDeliveries,
     /// True if the handler has a reconciler.
     pub(super) reconciles: bool,
     /// Largest number of awaits of a delivery that asked its reconciler.

@@ -71,7 +71,7 @@ pub(super) enum Point {
     Return,
     /// The message has been acknowledged.
     Ack,
-    /// The delivery makes its n-th call of the store.
+    /// The delivery makes its n-th call of the store. A crash happens right after the call has taken effect.
     Store(usize),
     /// The delivery makes its n-th effect. If the worker stands still at this point, the request of the effect has
     /// already been sent.
@@ -190,6 +190,7 @@ impl Scenario {
             add(Cut::RequestLost, point, &[Never, With]);
             add(Cut::AnswerLost, point, &[Never, With]);
             add(Cut::Down, point, &[Never, After]);
+            add(Cut::Crash, point, &[Never]);
         }
         // Scenarios with a fault at an effect: the worker fails, or a message gets lost.
         for n in 1..=effects {
@@ -204,6 +205,15 @@ impl Scenario {
             add(Cut::CrashLate, point, &[Never]);
         }
         all
+    }
+
+    /// Returns scenarios that show which effects belong to which steps: before each effect or right after it, and right
+    /// after each of the numbered `appends`, the first delivery ends.
+    pub(super) fn about_steps(effects: usize, appends: &[usize]) -> impl Iterator<Item = Self> {
+        let at_effects = (1..=effects).flat_map(|n| {
+            [Cut::RequestLost, Cut::Crash].map(|cut| Self { cut, point: Point::Effect(n), ..Self::PLAIN })
+        });
+        at_effects.chain(appends.iter().map(|n| Self { cut: Cut::Crash, point: Point::Store(*n), ..Self::PLAIN }))
     }
 
     /// Returns whether a later delivery may ask a reconciler about an effect that has happened, has not happened, or is

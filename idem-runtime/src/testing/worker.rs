@@ -17,6 +17,7 @@ use super::time::SimulatedClock;
 use crate::clock::{Clock, Instant};
 use crate::engine::{current, reconciliation};
 use crate::key::Key;
+use crate::record::journal::{JournalEntry, StepProgress};
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Release, Reservation, ReserveRequest, Verdict,
 };
@@ -282,6 +283,7 @@ impl EffectRequest {
 async fn effect(request: EffectRequest, expires_after: Option<Duration>) -> Result<bool, NoAnswer> {
     let EffectRequest { worker, name, .. } = &request;
     let world = &worker.0.world;
+    world.requested(name);
     let cut = world.count(worker, Point::Effect, |state| &mut state.effect_calls, name);
     if cut.is_some_and(Cut::stands_still) {
         return stopped_effect(request, expires_after).await;
@@ -402,6 +404,10 @@ impl WorkerInner {
                 world.clock.sleep(SLOWER).await;
             }
             let answer = answer(memory).await;
+            if matches!(cut, Some(Cut::Crash)) {
+                world.narrate(&format!("worker {} is killed right after `{what}` took effect", worker.number()));
+                worker.die();
+            }
             worker.travel(|| format!("after `{what}`, before the store's answer arrives")).await;
             if matches!(cut, Some(Cut::AnswerLost)) {
                 world.narrate(&format!("`{what}` is done, and the store's answer gets lost"));
@@ -455,7 +461,15 @@ impl Store for WorkerInner {
     }
 
     fn append<'a>(&'a self, lease: &'a Lease, journal: &'a Journal) -> StoreFuture<'a, Verdict> {
-        self.ask("append", move |memory| memory.append(lease, journal))
+        self.ask("append", move |memory| {
+            StoreFuture::new(async move {
+                let verdict = memory.append(lease, journal).await;
+                if let Ok(Verdict::Applied) = verdict {
+                    self.worker.0.world.journaled(&self.worker, lease, journal);
+                }
+                verdict
+            })
+        })
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
@@ -521,9 +535,26 @@ pub(super) struct WorldState {
     pub(super) reconciles: bool,
     /// Attempts that were reserved to ask a reconciler.
     in_doubt: HashSet<(Key, u32)>,
+    /// Steps that the store has, with the key and the number of the attempt that ran each step.
+    journaled: HashSet<(Key, u32, String)>,
+    /// Names of these steps.
+    pub(super) steps: BTreeSet<String>,
+    /// Steps and effects of the deliveries after the first one.
+    pub(super) later: LaterDeliveries,
     /// Request for an effect that is on its way, after its caller has given up or died.
     late: Option<EffectRequest>,
     shared: HashMap<TypeId, Arc<dyn Any + Send + Sync>>,
+}
+
+/// Steps and effects of the deliveries after the first one.
+#[derive(Default)]
+pub(super) struct LaterDeliveries {
+    /// True if one of these deliveries has begun an attempt.
+    pub(super) began: bool,
+    /// Steps whose values the attempts of these deliveries got.
+    pub(super) kept: BTreeSet<String>,
+    /// Effects that these deliveries requested.
+    pub(super) requested: BTreeSet<String>,
 }
 
 pub(super) struct PastEffect {
@@ -679,10 +710,20 @@ impl World {
             state.lease = state.lease.max(request.lease);
             state.reconciles |= request.max_reconciliations.is_some();
         }
-        if let Reservation::Granted { lease, takeover, in_doubt, .. } = reservation {
+        if let Reservation::Granted { lease, takeover, in_doubt, journal } = reservation {
+            let kept: Vec<_> = journal.iter().flat_map(steps).map(|(name, _)| name).collect();
             let how = if *takeover { "takes over" } else { "reserves" };
             let asks = if *in_doubt { ", and asks its reconciler" } else { "" };
-            self.narrate(&format!("worker {} {how} {} as attempt {}{asks}", worker.number(), lease.key, lease.attempt));
+            let after = if kept.is_empty() { String::new() } else { format!(", after {}", named(&kept)) };
+            let Lease { key, attempt, .. } = lease;
+            self.narrate(&format!("worker {} {how} {key} as attempt {attempt}{after}{asks}", worker.number()));
+            {
+                let mut state = lock(&self.state);
+                if state.deliveries > 1 {
+                    state.later.began = true;
+                    state.later.kept.extend(kept);
+                }
+            }
             if *in_doubt {
                 lock(&self.state).in_doubt.insert((lease.key.clone(), lease.attempt));
             }
@@ -694,6 +735,29 @@ impl World {
                 }
                 self.taken_over.notify_waiters();
             }
+        }
+    }
+
+    /// Records that the store has the journal of `lease`.
+    fn journaled(&self, worker: &Worker, lease: &Lease, journal: &Journal) {
+        let of_attempt = steps(journal).filter(|(_, attempt)| *attempt == lease.attempt);
+        let new: Vec<_> = {
+            let mut state = lock(&self.state);
+            let mut known = |name: &String| !state.journaled.insert((lease.key.clone(), lease.attempt, name.clone()));
+            of_attempt.map(|(name, _)| name).filter(|name| !known(name)).collect()
+        };
+        if !new.is_empty() {
+            let (number, attempt) = (worker.number(), lease.attempt);
+            self.narrate(&format!("{} is journaled (worker {number}, attempt {attempt})", named(&new)));
+        }
+        lock(&self.state).steps.extend(new);
+    }
+
+    /// Records that a delivery requests an effect.
+    fn requested(&self, effect: &str) {
+        let mut state = lock(&self.state);
+        if state.deliveries > 1 {
+            state.later.requested.insert(effect.to_owned());
         }
     }
 
@@ -714,4 +778,23 @@ impl World {
         }
         counts
     }
+}
+
+/// Returns the steps that have ended by a journal, each with the number of the attempt that ran it.
+fn steps(journal: &Journal) -> impl Iterator<Item = (String, u32)> + use<> {
+    let mut ended = BTreeMap::new();
+    for JournalEntry { name, attempt, progress, .. } in journal.entries().unwrap_or_default() {
+        // The last entry of a step counts.
+        match progress {
+            StepProgress::Ended(_) => ended.insert(name.into(), attempt),
+            StepProgress::Begun | StepProgress::Undone => ended.remove(&*name),
+        };
+    }
+    ended.into_iter()
+}
+
+/// Returns the names of steps, for the story.
+fn named(steps: &[String]) -> String {
+    let names: Vec<_> = steps.iter().map(|step| format!("`{step}`")).collect();
+    format!("step {}", names.join(", "))
 }
