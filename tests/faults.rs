@@ -24,6 +24,8 @@ mod tools;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Fault {
     workers_killed,
+    steps_killed_before_their_entries,
+    steps_killed_in_their_entries,
     workers_stopped_and_continued,
     server_killed_and_restarted,
     server_stopped_and_continued,
@@ -58,12 +60,21 @@ use Fault::{
     connections_half_closed, descriptors_exhausted, disk_full, failover, full_for_a_moment, index_removed,
     insert_uncommitted, lines_slow, node_stopped, out_of_memory, process_forked, read_only, record_locked,
     records_deleted, renewals_refused, runtimes_stand_still, server_killed_and_restarted, server_stopped_and_continued,
-    table_removed, threads_blocked, threads_exhausted, workers_killed, workers_stopped_and_continued,
+    steps_killed_before_their_entries, steps_killed_in_their_entries, table_removed, threads_blocked,
+    threads_exhausted, workers_killed, workers_stopped_and_continued,
 };
 
 /// Each fault with its description, the first cell of its row in docs/faults.md.
 const FAULTS: &[(Fault, &str)] = &[
     (workers_killed, "a worker is killed (`SIGKILL`)"),
+    (
+        steps_killed_before_their_entries,
+        "a worker is killed between the effect of a step and its journal entry (`SIGKILL`)",
+    ),
+    (
+        steps_killed_in_their_entries,
+        "a worker is killed while the store writes the journal entry of a step (`SIGKILL`)",
+    ),
     (workers_stopped_and_continued, "a worker is stopped beyond its lease and continued (`SIGSTOP`, `SIGCONT`)"),
     (server_killed_and_restarted, "the server is killed and restarted, with settings that lose nothing"),
     (
@@ -112,6 +123,7 @@ const FAULTS: &[(Fault, &str)] = &[
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum VisibleEffect {
     TakenOver,
+    Continued,
     LeaseLost,
     Refused,
     Retried,
@@ -133,6 +145,12 @@ const SEEN: &[(VisibleEffect, &str, &str)] = &[
         "taken over",
         "the key is held for a lease, then the next delivery runs the body again; under `on_crash = fail` the next \
          delivery gets `Interrupted`, until an operator decides",
+    ),
+    (
+        VisibleEffect::Continued,
+        "continued",
+        "the key is held for a lease, then the next delivery gets the values of the steps whose entries the store has, and \
+         runs the other steps; the effect of the interrupted step happens twice at most, with the same child key",
     ),
     (
         VisibleEffect::LeaseLost,
@@ -218,6 +236,8 @@ macro_rules! stores {
 stores! {
     sqlite ("SQLite", Sqlite::start) {
         workers_killed: TakenOver,
+        steps_killed_before_their_entries: Continued,
+        steps_killed_in_their_entries: Continued,
         workers_stopped_and_continued: LeaseLost,
         disk_full: Refused,
         read_only: Refused,
@@ -249,6 +269,8 @@ stores! {
     }
     redis ("Redis", Redis::one) {
         workers_killed: TakenOver,
+        steps_killed_before_their_entries: Continued,
+        steps_killed_in_their_entries: Continued,
         workers_stopped_and_continued: LeaseLost,
         server_killed_and_restarted: Refused,
         server_stopped_and_continued: Refused,
@@ -280,6 +302,8 @@ stores! {
     }
     cluster ("Redis Cluster", Redis::cluster) {
         workers_killed: TakenOver,
+        steps_killed_before_their_entries: Continued,
+        steps_killed_in_their_entries: Continued,
         workers_stopped_and_continued: LeaseLost,
         server_killed_and_restarted: Refused,
         server_stopped_and_continued: Refused,
@@ -311,6 +335,8 @@ stores! {
     }
     sentinel ("Redis Sentinel", Redis::sentinel) {
         workers_killed: TakenOver,
+        steps_killed_before_their_entries: Continued,
+        steps_killed_in_their_entries: Continued,
         workers_stopped_and_continued: LeaseLost,
         server_killed_and_restarted: Refused,
         server_stopped_and_continued: Refused,
@@ -342,6 +368,8 @@ stores! {
     }
     postgres ("PostgreSQL", Postgres::start) {
         workers_killed: TakenOver,
+        steps_killed_before_their_entries: Continued,
+        steps_killed_in_their_entries: Continued,
         workers_stopped_and_continued: LeaseLost,
         server_killed_and_restarted: Refused,
         server_stopped_and_continued: Refused,
@@ -373,6 +401,8 @@ stores! {
     }
     dynamo ("DynamoDB", Dynamo::start) {
         workers_killed: TakenOver,
+        steps_killed_before_their_entries: Continued,
+        steps_killed_in_their_entries: Continued,
         workers_stopped_and_continued: LeaseLost,
         server_killed_and_restarted: Refused,
         server_stopped_and_continued: Refused,

@@ -2,10 +2,10 @@
 //! answers, the fault ends, and the audit compares effects and records.
 
 use std::collections::{HashMap, HashSet};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use idem_tests::proxy::{Line, Proxy};
-use idem_tests::race::{self, Crew, Event, Keys, Policies, Rules, Work};
+use idem_tests::race::{self, Crew, Event, Keys, Policies, Rules, STEPS, Work};
 use idem_tests::server::until;
 
 use crate::rigs::{Rig, set_all};
@@ -21,6 +21,17 @@ const DELAY: Duration = Duration::from_millis(100);
 const GATED: usize = 24;
 /// Duration for which the server is stopped, as a multiple of the lease.
 const STOPPED: u32 = 3;
+
+/// First key of the workers that are killed or stopped in a step. An even key has steps.
+const IN_STEP: usize = 2;
+/// Number of workers that are killed in a step.
+const VICTIMS: usize = 4;
+/// Longest wait for a worker that is about to be killed.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+fn kills_in_steps(fault: Fault) -> bool {
+    matches!(fault, Fault::steps_killed_before_their_entries | Fault::steps_killed_in_their_entries)
+}
 
 /// Causes `fault` in `rig` while racers work, and checks for the visible effect `seen`.
 pub async fn play(rig: impl Rig, fault: Fault, seen: VisibleEffect) {
@@ -41,6 +52,7 @@ pub async fn play(rig: impl Rig, fault: Fault, seen: VisibleEffect) {
     let mut scene = Scene::open(rig, fault, &clock).await;
     let rules = match seen {
         VisibleEffect::TakenOver => scene.kill_workers().await,
+        VisibleEffect::Continued => scene.kill_in_steps(fault).await,
         VisibleEffect::LeaseLost => scene.stop_workers().await,
         VisibleEffect::Refused if fault == Fault::server_stopped_and_continued => scene.is_stopped().await,
         VisibleEffect::Refused => scene.is_refused(fault).await,
@@ -56,7 +68,7 @@ pub async fn play(rig: impl Rig, fault: Fault, seen: VisibleEffect) {
         | VisibleEffect::Recorded
         | VisibleEffect::Unrenewed => unreachable!("about leases"),
     };
-    scene.close(&rules).await;
+    scene.close(fault, &rules).await;
 }
 
 /// Racers at work: one holds key 0 until [`Scene::close`], and the others serve key after key.
@@ -103,6 +115,20 @@ impl Seens<'_> {
         self.is_recording(worker) && self.last_of(worker).is_some_and(|line| line.event != Event::Ended)
     }
 
+    /// Number of effects of this step.
+    fn effects(&self, key: usize, step: &str) -> usize {
+        let is_made = |event: &Event| matches!(event, Event::StepMade(name, _) if name == step);
+        self.0.iter().filter(|line| line.key == key && is_made(&line.event)).count()
+    }
+
+    /// Reports whether the store answered every write for this key. On a busy machine a store may miss its time limit,
+    /// and then a step without a confirmed entry may run again.
+    fn always_answers(&self, key: usize) -> bool {
+        let is_failure =
+            |event: &Event| matches!(event, Event::Store(_) | Event::Unrecorded | Event::StepUnconfirmed(_));
+        !self.0.iter().any(|line| line.key == key && is_failure(&line.event))
+    }
+
     /// Number of calls of `worker` after `since` that the store refused.
     fn refused_since(&self, since: u64, worker: u32) -> usize {
         let refused = |line: &&race::Line| line.worker == worker && matches!(line.event, Event::Store(_));
@@ -115,8 +141,14 @@ impl<R: Rig> Scene<R> {
         let mut crew = Crew::new(env!("CARGO_BIN_EXE_racer"), &rig.spec());
         let server_stops = fault == Fault::server_stopped_and_continued;
         crew.orders().policies = if server_stops { Policies::Limited } else { Policies::Mixed };
-        // Smaller keys are left for two further workers, which begin these keys while the server is stopped.
-        let first = if server_stops { 1 + 2 * (1 + GATED) } else { 1 };
+        crew.orders().steps = true;
+        // Smaller keys are left for further workers, which begin these keys during the fault.
+        let first = match fault {
+            Fault::server_stopped_and_continued => 1 + 2 * (1 + GATED),
+            _ if kills_in_steps(fault) => IN_STEP + 2 * VICTIMS,
+            Fault::workers_stopped_and_continued => IN_STEP + 1,
+            _ => 1,
+        };
         let steps = matches!(fault, Fault::clock_stepped | Fault::clock_stepped_within_the_skew);
         let stepped = if steps { clock.env() } else { rig.env() };
         let right = if rig.clock_of_the_host() { stepped.clone() } else { rig.env() };
@@ -166,8 +198,25 @@ impl<R: Rig> Scene<R> {
         .await;
     }
 
-    async fn close(mut self, rules: &Rules) {
-        self.crew.open_gate(self.holder);
+    /// Ends the race. After a fault of a server, the holder of key 0 is killed first: the next attempt must get the
+    /// value of the step that the holder had journaled before the fault.
+    async fn close(mut self, fault: Fault, rules: &Rules) {
+        if matches!(fault, Fault::server_killed_and_restarted | Fault::server_stopped_and_continued | Fault::failover) {
+            self.crew.kill(self.holder);
+            let successor = self.crew.start(0, Keys::Open, Work::Some);
+            let (holder, first) = (self.holder, STEPS[0]);
+            let has_value = |seen: &Seens, of| {
+                let is_kept = |event: &Event| matches!(event, Event::StepKept(step, _) if step == first);
+                seen.0.iter().any(|line| line.worker == of && line.key == 0 && is_kept(&line.event))
+            };
+            self.until("the successor of the holder continues after its journaled step", |seen| {
+                assert!(has_value(seen, holder), "the holder had journaled its step before the fault");
+                has_value(seen, successor)
+            })
+            .await;
+        } else {
+            self.crew.open_gate(self.holder);
+        }
         let keys = self.crew.finish();
         self.crew.ended().await;
         let effects = self.crew.audit(keys, rules).await;
@@ -191,9 +240,71 @@ impl<R: Rig> Scene<R> {
         Rules::STRICT
     }
 
+    /// Kills workers in the last steps of their bodies, each on its own key. Then another worker serves these keys.
+    async fn kill_in_steps(&mut self, fault: Fault) -> Rules {
+        let [first, last] = STEPS;
+        let is_before = fault == Fault::steps_killed_before_their_entries;
+        // Even keys have steps.
+        let keys: Vec<usize> = (0..VICTIMS).map(|victim| IN_STEP + 2 * victim).collect();
+        for (victim, key) in keys.iter().enumerate() {
+            // By turns the racer waits in the write of its entry, or is killed some moment after its effect.
+            let work = match is_before {
+                true => Work::InStep,
+                false if victim % 2 == 0 => Work::InEntry,
+                false => Work::Some,
+            };
+            let victim = self.crew.start(*key, Keys::Together(1), work);
+            let is_there = |event: &Event| match (work, event) {
+                (Work::InEntry, Event::StepSent(step)) | (Work::InStep | Work::Some, Event::StepMade(step, _)) => {
+                    step == last
+                }
+                _ => false,
+            };
+            let began = Instant::now();
+            // For `Work::Some` without a pause between two looks: a store writes an entry within a millisecond.
+            while !self.crew.lines().iter().any(|line| line.worker == victim && is_there(&line.event)) {
+                assert!(began.elapsed() < PATIENCE, "the worker is in its step");
+                if work != Work::Some {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+            }
+            self.crew.kill(victim);
+        }
+        let successor = self.crew.start(IN_STEP, Keys::Together(2 * VICTIMS), Work::Some);
+        self.until("the keys of the killed workers are taken over", |seen| {
+            let ended = |line: &&race::Line| line.worker == successor && line.event.is_final();
+            seen.0.iter().filter(ended).count() >= 2 * VICTIMS
+        })
+        .await;
+        let lines = self.crew.lines();
+        let seen = Seens(&lines);
+        let mut repeated = 0;
+        for key in keys.into_iter().filter(|key| seen.always_answers(*key)) {
+            let effects = [first, last].map(|step| seen.effects(key, step));
+            let is_possible =
+                |effects: [usize; 2]| if is_before { effects == [1, 2] } else { matches!(effects, [1, 1 | 2]) };
+            assert!(is_possible(effects), "key {key}: the steps had {effects:?} effects");
+            repeated += effects[1] - 1;
+        }
+        println!("{repeated} of {VICTIMS} interrupted steps ran again");
+        self.progress("the others go on").await;
+        Rules::STRICT
+    }
+
     async fn stop_workers(&mut self) -> Rules {
+        let zombie = self.crew.start(IN_STEP, Keys::Together(1), Work::InStep);
+        let [first, last] = STEPS;
+        self.until("a worker is in its last step", |seen| {
+            let is_made = |event: &Event| matches!(event, Event::StepMade(step, _) if step == last);
+            seen.0.iter().any(|line| line.worker == zombie && is_made(&line.event))
+        })
+        .await;
+        self.rig.stop(&self.crew, zombie).await;
         self.rig.stop(&self.crew, self.holder).await;
         self.rig.stop(&self.crew, self.others[0]).await;
+        // The gate of the stopped step opens, so that the step requests its entry as soon as its process continues.
+        self.crew.open_gate(zombie);
+        let stepper = self.crew.start(IN_STEP, Keys::Together(1), Work::InStep);
         let successor = self.crew.start(0, Keys::Open, Work::Held);
         let (holder, of_key_0) = (self.holder, |line: &&race::Line| line.key == 0);
         self.until("the key of the stopped worker is taken over", |seen| {
@@ -204,8 +315,42 @@ impl<R: Rig> Scene<R> {
         // Two bodies of key 0 have begun now. The gate of the stopped holder opens, so that the holder's body ends as
         // soon as its process continues.
         self.crew.open_gate(self.holder);
-        self.crew.signal(self.holder, "-CONT");
-        self.crew.signal(self.others[0], "-CONT");
+        self.until("the key of the stopped step is taken over, and its last step is made", |seen| {
+            let is_made = |event: &Event| matches!(event, Event::StepMade(step, _) if step == last);
+            seen.0.iter().any(|line| line.worker == stepper && is_made(&line.event))
+        })
+        .await;
+        for worker in [zombie, self.holder, self.others[0]] {
+            self.crew.signal(worker, "-CONT");
+        }
+        // The call that was stopped; earlier calls may have failed.
+        let stopped_call = |seen: &Seens| {
+            let is_made = |event: &Event| matches!(event, Event::StepMade(step, _) if step == last);
+            seen.0.iter().find(|line| line.worker == zombie && is_made(&line.event)).map(|line| line.call)
+        };
+        self.until("the store refuses the entry of the step that was stopped", |seen| {
+            let call = stopped_call(seen);
+            let of_call = |line: &&race::Line| line.worker == zombie && Some(line.call) == call;
+            let is_kept = |event: &Event| matches!(event, Event::StepKept(step, _) if step == last);
+            assert!(!seen.0.iter().filter(of_call).any(|line| is_kept(&line.event)), "the store took the entry");
+            let refused = Event::StepRefused(last.to_owned());
+            // On a busy machine the refusal may come later than the time limit of the store.
+            let unconfirmed = Event::StepUnconfirmed(last.to_owned());
+            seen.0.iter().filter(of_call).any(|line| line.event == refused || line.event == unconfirmed)
+        })
+        .await;
+        // The last step has no entry, so the attempt after the next one makes its effect again.
+        self.crew.kill(stepper);
+        self.crew.start(IN_STEP, Keys::Together(1), Work::Some);
+        self.until("the key of the stopped step has its result", |seen| {
+            seen.0.iter().any(|line| line.key == IN_STEP && line.event.is_final())
+        })
+        .await;
+        let lines = self.crew.lines();
+        let seen = Seens(&lines);
+        let effects = [first, last].map(|step| seen.effects(IN_STEP, step));
+        // Three attempts make the effect of the last step, and two of them end before its entry.
+        assert!(effects == [1, 3] || !seen.always_answers(IN_STEP), "the steps had {effects:?} effects");
         let told = |seen: &Seens| {
             let held = |line: &&race::Line| line.worker == holder && line.event == Event::Held;
             let call = seen.0.iter().find(held)?.call;

@@ -1,7 +1,7 @@
 //! Race: processes work on the same keys of one store and write every effect into one table, while tests kill, stop and
 //! disconnect the processes; then the table is audited.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::fs::File;
 use std::fs::Permissions;
@@ -57,6 +57,17 @@ pub enum Event {
     Held,
     /// The body was polled.
     Polled,
+    /// The body of this step made its effect, with this child key.
+    StepMade(String, String),
+    /// The body of this step has returned, and the request for its journal entry may be on its way. The racer never
+    /// reads the answer.
+    StepSent(String),
+    /// This step returned this value, of this attempt or of an earlier one.
+    StepKept(String, String),
+    /// This step ended with `Error::LeaseLost`: the store refused its journal entry.
+    StepRefused(String),
+    /// This step ended with `Error::Store`: the store did not confirm its journal entry.
+    StepUnconfirmed(String),
     /// The body has finished its work.
     Ended,
     /// The call ran the body and returned this result.
@@ -83,7 +94,19 @@ pub enum Event {
 impl Event {
     /// Reports whether the call has ended with this event.
     pub fn ends_a_call(&self) -> bool {
-        !matches!(self, Self::Asked | Self::Began(_) | Self::Held | Self::Polled | Self::Ended)
+        !matches!(self, Self::Asked | Self::Began(_) | Self::Held | Self::Polled | Self::Ended) && !self.is_of_a_step()
+    }
+
+    /// Reports whether the event happened in a step.
+    pub fn is_of_a_step(&self) -> bool {
+        matches!(
+            self,
+            Self::StepMade(..)
+                | Self::StepSent(_)
+                | Self::StepKept(..)
+                | Self::StepRefused(_)
+                | Self::StepUnconfirmed(_)
+        )
     }
 
     /// Reports whether the racer acknowledges or dead-letters the message, and goes on to other keys.
@@ -106,6 +129,11 @@ impl fmt::Display for Line {
             Event::Began(attempt) => write!(f, "began {attempt}"),
             Event::Held => write!(f, "held"),
             Event::Polled => write!(f, "polled"),
+            Event::StepMade(step, child_key) => write!(f, "step-made {step} {child_key}"),
+            Event::StepSent(step) => write!(f, "step-sent {step}"),
+            Event::StepKept(step, value) => write!(f, "step-kept {step} {value}"),
+            Event::StepRefused(step) => write!(f, "step-refused {step}"),
+            Event::StepUnconfirmed(step) => write!(f, "step-unconfirmed {step}"),
             Event::Ended => write!(f, "ended"),
             Event::Ran(result) => write!(f, "ran {result}"),
             Event::Replayed(result) => write!(f, "replayed {result}"),
@@ -131,6 +159,11 @@ impl Line {
             ["began", attempt] => Event::Began(small(attempt)),
             ["held"] => Event::Held,
             ["polled"] => Event::Polled,
+            ["step-made", step, child_key] => Event::StepMade((*step).to_owned(), (*child_key).to_owned()),
+            ["step-sent", step] => Event::StepSent((*step).to_owned()),
+            ["step-kept", step, value] => Event::StepKept((*step).to_owned(), (*value).to_owned()),
+            ["step-refused", step] => Event::StepRefused((*step).to_owned()),
+            ["step-unconfirmed", step] => Event::StepUnconfirmed((*step).to_owned()),
             ["ended"] => Event::Ended,
             ["ran", result] => Event::Ran((*result).to_owned()),
             ["replayed", result] => Event::Replayed((*result).to_owned()),
@@ -248,6 +281,11 @@ pub enum Work {
     /// Like `Quiet`, and the racer writes each poll of the body into the table. When a stopped racer continues, its
     /// runtime polls many other tasks before its timers.
     Polled,
+    /// The last step of the body makes its effect, and then runs until [`Crew::open_gate`]. The step runs in a task of
+    /// its own, which also goes on if the lease is lost.
+    InStep,
+    /// The body of the last step returns, and the racer never reads the answer to the request for its journal entry.
+    InEntry,
     /// Like `Quiet`, but the body blocks the only thread of its runtime.
     Blocks,
     /// Like `Quiet`, but the body blocks its thread by `block_in_place`.
@@ -290,7 +328,12 @@ pub struct Orders {
     pub bytes: usize,
     /// Policies of the keys.
     pub policies: Policies,
+    /// True if the bodies of keys under `on_crash = retry` have [steps](STEPS).
+    pub steps: bool,
 }
+
+/// Names of the steps of a body: one before its [`Work`], and one after it.
+pub const STEPS: [&str; 2] = ["first", "last"];
 
 /// Policies of a crew's keys.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -333,13 +376,19 @@ impl Orders {
             lease: LEASE,
             bytes: 0,
             policies: Policies::Retry,
+            steps: false,
         }
+    }
+
+    /// Reports whether the body of a key has steps. The error of a step frees its key, so a key with one body has none.
+    pub fn has_steps(&self, key: usize) -> bool {
+        self.steps && self.policies.on_crash(key) == OnCrash::Retry && !self.policies.has_one_attempt(key)
     }
 
     /// Returns the orders as arguments of a program.
     #[must_use]
-    pub fn words(&self) -> [String; 9] {
-        let Self { spec, path, begin, keys, work, place, lease, bytes, policies } = self;
+    pub fn words(&self) -> [String; 10] {
+        let Self { spec, path, begin, keys, work, place, lease, bytes, policies, steps } = self;
         let path = path.to_str().expect("a path of ours").to_owned();
         let keys = match keys {
             Keys::Fixed(keys) => format!("fixed {keys}"),
@@ -350,7 +399,8 @@ impl Orders {
         };
         let lease = lease.as_millis().to_string();
         let (work, place) = (format!("{work:?}"), format!("{place:?}"));
-        [spec.clone(), path, begin.to_string(), keys, work, place, lease, bytes.to_string(), format!("{policies:?}")]
+        let (begin, bytes, policies) = (begin.to_string(), bytes.to_string(), format!("{policies:?}"));
+        [spec.clone(), path, begin, keys, work, place, lease, bytes, policies, steps.to_string()]
     }
 
     /// Reads the orders from the arguments of this process.
@@ -359,7 +409,7 @@ impl Orders {
     /// If the arguments were not made by [`words`](Self::words).
     pub fn read() -> Self {
         let words: Vec<String> = std::env::args().skip(1).collect();
-        let [spec, path, begin, keys, work, place, lease, bytes, policies] = &words[..] else {
+        let [spec, path, begin, keys, work, place, lease, bytes, policies, steps] = &words[..] else {
             panic!("no orders: {words:?}")
         };
         let number = |text: &str| text.parse::<usize>().expect("a number");
@@ -380,6 +430,8 @@ impl Orders {
             Work::Held,
             Work::Quiet,
             Work::Polled,
+            Work::InStep,
+            Work::InEntry,
             Work::Blocks,
             Work::BlocksInPlace,
         ];
@@ -395,6 +447,7 @@ impl Orders {
             lease: Duration::from_millis(number(lease) as u64),
             bytes: number(bytes),
             policies: policies_of.into_iter().find(|it| format!("{it:?}") == *policies).expect("policies"),
+            steps: steps == "true",
         }
     }
 }
@@ -435,6 +488,7 @@ impl Crew {
             lease: LEASE,
             bytes: 0,
             policies: Policies::Retry,
+            steps: false,
         };
         Self {
             program: program.to_owned(),
@@ -608,6 +662,14 @@ pub fn beside(path: &Path, name: &str) -> PathBuf {
 ///   bodies overlap only if a lease was not renewed;
 /// - the call whose run is recorded did not get `LeaseLost`.
 ///
+/// For each step of a key:
+///
+/// - an attempt makes the effect of the step at most once, and every effect has the same child key;
+/// - once the step has returned a value to an attempt, no later attempt makes its effect;
+/// - the step returns one value to all attempts, and this value is that of an effect.
+///
+/// So the step has one effect, and one more for each attempt that ended between its effect and its journal entry.
+///
 /// For a key under `on_crash = fail`:
 ///
 /// - at most one body began;
@@ -655,6 +717,10 @@ struct Call {
     began: Option<(u32, u64)>,
     held: u64,
     ended: bool,
+    /// Effects of steps: the name of each step, and its child key.
+    made: Vec<(String, String)>,
+    /// Values of steps: the name of each step, and its value.
+    kept: Vec<(String, String)>,
     told: Option<(u64, Event)>,
 }
 
@@ -712,10 +778,14 @@ fn calls(lines: &[Line]) -> Vec<Call> {
             began: None,
             held: asked,
             ended: false,
+            made: Vec::new(),
+            kept: Vec::new(),
             told: None,
         });
         match event {
-            Event::Asked | Event::Polled => {}
+            Event::Asked | Event::Polled | Event::StepSent(_) | Event::StepRefused(_) | Event::StepUnconfirmed(_) => {}
+            Event::StepMade(step, child_key) => it.made.push((step.clone(), child_key.clone())),
+            Event::StepKept(step, value) => it.kept.push((step.clone(), value.clone())),
             Event::Began(attempt) => it.began = Some((*attempt, *at)),
             Event::Held => it.held = it.held.max(*at),
             Event::Ended => it.ended = true,
@@ -743,6 +813,7 @@ impl Rules {
                 _ if orders.policies.has_one_attempt(n) => self.audit_limited(&calls, &standing, orders.lease),
                 _ => self.audit_key(&calls, &standing, orders.lease),
             };
+            let audited = audited.and_then(|effects| self.audit_steps(&calls).map(|()| effects));
             effects.push(audited.unwrap_or_else(|problem| {
                 let lines: Vec<_> = lines.iter().filter(|line| line.key == n).map(ToString::to_string).collect();
                 panic!("key {n}, {standing:?}: {problem}\n{}", lines.join("\n"))
@@ -855,6 +926,41 @@ impl Rules {
             return Err(format!("attempt {later} ran after the recorded attempt"));
         }
         Ok(attempts(calls))
+    }
+
+    /// Checks the rules for the steps of a key.
+    fn audit_steps(&self, calls: &[Call]) -> Result<(), String> {
+        for step in STEPS {
+            let of_step = |(name, text): &(String, String)| (name == step).then(|| text.clone());
+            let child_keys: HashSet<_> = calls.iter().flat_map(|call| call.made.iter().filter_map(of_step)).collect();
+            if child_keys.len() > 1 {
+                return Err(format!("the effects of the step `{step}` have the child keys {child_keys:?}"));
+            }
+            let has_made = |call: &Call| call.made.iter().filter_map(of_step).count();
+            if calls.iter().any(|call| has_made(call) > 1) {
+                return Err(format!("one attempt made the effect of the step `{step}` twice"));
+            }
+            let made: HashSet<_> = calls.iter().filter(|call| has_made(call) > 0).filter_map(Call::result).collect();
+            let (before, after) = self.sides(calls);
+            for side in [before, after] {
+                let kept = side.iter().flat_map(|call| call.kept.iter().filter_map(of_step));
+                let values: HashSet<_> = kept.collect();
+                if values.len() > 1 || !values.is_subset(&made) {
+                    return Err(format!("the step `{step}` returned {values:?}, and its effects were {made:?}"));
+                }
+                let has_kept = |call: &&&Call| call.kept.iter().any(|(name, _)| name == step);
+                let first =
+                    side.iter().filter(has_kept).filter_map(|call| call.began).map(|(attempt, _)| attempt).min();
+                let is_later = |call: &&&Call| call.began.is_some_and(|(it, _)| first.is_some_and(|first| it > first));
+                if let Some(call) = side.iter().filter(is_later).find(|call| has_made(call) > 0) {
+                    return Err(format!(
+                        "{} made the effect of the step `{step}`, which had ended before",
+                        call.worker
+                    ));
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Checks the rules for calls between which no record was lost.

@@ -3,15 +3,18 @@
 #![allow(clippy::disallowed_methods)] // A consumer loop sleeps, and some bodies block.
 
 use std::fs::File;
+use std::future::poll_fn;
 use std::io::Write as _;
 use std::path::PathBuf;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use fork::Fork;
 use idem_runtime::{Attempt, Disposition, Error, InProgress, Operation, Policy, Store, current, observe};
-use idem_tests::race::{self, Event, Keys, Orders, Place, Table, Work};
+use idem_tests::race::{self, Event, Keys, Orders, Place, STEPS, Table, Work};
 use idem_tests::stores;
 use tokio::runtime::{Builder, Runtime};
 
@@ -128,7 +131,7 @@ impl Racer {
     }
 
     /// Serves the racer's own key, the first of its keys, with a long body.
-    async fn begin(&self) {
+    async fn begin(self: &Arc<Self>) {
         self.serve(self.orders.begin, Work::Long).await;
     }
 
@@ -176,7 +179,7 @@ impl Racer {
         }
     }
 
-    async fn go_through(&self, begin: usize) {
+    async fn go_through(self: &Arc<Self>, begin: usize) {
         let mut keys = match self.orders.keys {
             Keys::Fixed(keys) => Some(keys),
             _ => None,
@@ -209,7 +212,7 @@ impl Racer {
     }
 
     /// Delivers the message until the call acknowledges or dead-letters it.
-    async fn serve(&self, n: usize, work: Work) {
+    async fn serve(self: &Arc<Self>, n: usize, work: Work) {
         loop {
             let call = 1 + self.calls.fetch_add(1, Ordering::Relaxed);
             self.table.write(call, n, Event::Asked);
@@ -224,7 +227,7 @@ impl Racer {
         }
     }
 
-    async fn call(&self, call: u32, n: usize, work: Work) -> (Event, Disposition) {
+    async fn call(self: &Arc<Self>, call: u32, n: usize, work: Work) -> (Event, Disposition) {
         // The retention is longer than any step by which a test sets a clock.
         let policy = Policy::new(Duration::from_secs(48 * 3600))
             .lease(self.orders.lease)
@@ -237,7 +240,16 @@ impl Racer {
             let attempt = current().unwrap();
             self.table.write(call, n, Event::Began(attempt.number()));
             self.begun.store(true, Ordering::Relaxed);
+            let [first, last] = STEPS;
+            let has_steps = self.orders.has_steps(n);
+            if has_steps {
+                Arc::clone(self).step(call, n, first, Work::Nothing, attempt.clone()).await?;
+            }
             self.work(call, n, work, &attempt).await;
+            if has_steps {
+                let step = Arc::clone(self).step(call, n, last, work, attempt.clone());
+                if work == Work::InStep { tokio::spawn(step).await.expect("no panic")? } else { step.await? }
+            }
             self.table.write(call, n, Event::Ended);
             let result = race::result(attempt.number(), std::process::id(), call);
             Ok::<_, Error>(race::padded(&result, self.orders.bytes))
@@ -261,10 +273,47 @@ impl Racer {
         (told, outcome.disposition())
     }
 
+    /// Runs a step whose effect is a line of the table.
+    async fn step(
+        self: Arc<Self>,
+        call: u32,
+        n: usize,
+        name: &'static str,
+        work: Work,
+        attempt: Attempt,
+    ) -> Result<(), Error> {
+        let has_returned = AtomicBool::new(false);
+        let run = attempt.step(name).run(async |step| {
+            self.table.write(call, n, Event::StepMade(name.to_owned(), step.child_key()));
+            while work == Work::InStep && !self.gate().exists() {
+                tokio::time::sleep(PAUSE).await;
+            }
+            has_returned.store(true, Ordering::Relaxed);
+            Ok::<_, Error>(race::result(attempt.number(), std::process::id(), call))
+        });
+        let mut run = pin!(run);
+        let kept = poll_fn(|cx| match run.as_mut().poll(cx) {
+            Poll::Ready(kept) => Poll::Ready(Some(kept)),
+            Poll::Pending if work == Work::InEntry && has_returned.load(Ordering::Relaxed) => Poll::Ready(None),
+            Poll::Pending => Poll::Pending,
+        });
+        let Some(kept) = kept.await else {
+            self.table.write(call, n, Event::StepSent(name.to_owned()));
+            return std::future::pending().await;
+        };
+        match &kept {
+            Ok(value) => self.table.write(call, n, Event::StepKept(name.to_owned(), value.clone())),
+            Err(Error::LeaseLost { .. }) => self.table.write(call, n, Event::StepRefused(name.to_owned())),
+            Err(Error::Store { .. }) => self.table.write(call, n, Event::StepUnconfirmed(name.to_owned())),
+            Err(_) => {}
+        }
+        kept.map(drop)
+    }
+
     async fn work(&self, call: u32, n: usize, work: Work, attempt: &Attempt) {
         let gate = self.gate();
         match work {
-            Work::Nothing => {}
+            Work::Nothing | Work::InStep | Work::InEntry => {}
             Work::Some => tokio::time::sleep(WORK).await,
             Work::Long => tokio::time::sleep(2 * self.orders.lease).await,
             Work::Held => {
