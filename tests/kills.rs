@@ -90,7 +90,7 @@ struct Strategy {
     words: [Option<Word>; 5],
 }
 
-const STRATEGIES: [Strategy; 5] = [
+const STRATEGIES: [Strategy; 7] = [
     Strategy {
         name: "retry",
         title: "`on_crash = retry`, no key for the bank",
@@ -100,6 +100,18 @@ const STRATEGIES: [Strategy; 5] = [
     Strategy {
         name: "child_key",
         title: "`on_crash = retry`, `child_key` for the bank",
+        repetition: Repetition::Replays,
+        words: [Some(Once); 5],
+    },
+    Strategy {
+        name: "step",
+        title: "a step, no key for the bank",
+        repetition: Repetition::Repeats,
+        words: [Some(Once), Some(Duplicated), Some(Duplicated), Some(Once), Some(Duplicated)],
+    },
+    Strategy {
+        name: "step_child_key",
+        title: "a step, its `child_key` for the bank",
         repetition: Repetition::Replays,
         words: [Some(Once); 5],
     },
@@ -142,10 +154,10 @@ macro_rules! stores {
 }
 
 stores! {
-    sqlite ("SQLite"): retry child_key fail reconcile within;
-    postgres ("PostgreSQL"): retry child_key fail reconcile within;
-    redis ("Redis"): retry child_key fail reconcile;
-    dynamo ("DynamoDB"): retry child_key fail reconcile;
+    sqlite ("SQLite"): retry child_key step step_child_key fail reconcile within;
+    postgres ("PostgreSQL"): retry child_key step step_child_key fail reconcile within;
+    redis ("Redis"): retry child_key step step_child_key fail reconcile;
+    dynamo ("DynamoDB"): retry child_key step step_child_key fail reconcile;
 }
 
 fn variable(name: &str, default: usize) -> usize {

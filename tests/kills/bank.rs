@@ -28,7 +28,7 @@ pub enum Place {
     OnItsWay,
     /// The effect is made, and the body has no answer.
     Made,
-    /// The body has the answer of the bank, and its result is not recorded.
+    /// The body has the answer of the bank, and its result is not recorded. A step that called the bank has ended.
     After,
     /// The reconciler waits for the bank.
     Asked,

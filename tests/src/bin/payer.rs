@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use idem_runtime::policy::Backoff;
+use idem_runtime::step::Step;
 use idem_runtime::within::OpenTransaction;
 use idem_runtime::{
     Disposition, Error, InProgress, OnError, Outcome, Policy, PostgresStore, Reconciliation, Refusal, SqliteStore,
@@ -115,6 +116,29 @@ async fn child_key(app: &App, id: u64) -> Result<String, BankError> {
     app.pay(id, &current()?.child_key("charge")).await
 }
 
+impl App {
+    /// Pays in a step, of which `reference` makes the reference for the bank.
+    async fn pay_in_step(&self, id: u64, reference: impl FnOnce(Step) -> String) -> Result<String, BankError> {
+        let charge = async |step| {
+            self.bank.pass(id, "before").await;
+            self.bank.charge(id, &reference(step)).await
+        };
+        let receipt = current()?.step("charge").run(charge).await?;
+        self.bank.pass(id, "after").await;
+        Ok(receipt)
+    }
+}
+
+#[idempotent(key = "{id}", store = app.store, policy = POLICY, scope = "step")]
+async fn step(app: &App, id: u64) -> Result<String, BankError> {
+    app.pay_in_step(id, |_| "-".to_owned()).await
+}
+
+#[idempotent(key = "{id}", store = app.store, policy = POLICY, scope = "step_child_key")]
+async fn step_child_key(app: &App, id: u64) -> Result<String, BankError> {
+    app.pay_in_step(id, |step| step.child_key()).await
+}
+
 #[idempotent(key = "{id}", store = app.store, policy = POLICY, scope = "fail", on_crash = fail)]
 async fn fail(app: &App, id: u64) -> Result<String, BankError> {
     app.pay(id, "-").await
@@ -204,6 +228,8 @@ impl Subject {
                 let (result, outcome) = match strategy.as_str() {
                     "retry" => observe(retry(app, id)).await,
                     "child_key" => observe(child_key(app, id)).await,
+                    "step" => observe(step(app, id)).await,
+                    "step_child_key" => observe(step_child_key(app, id)).await,
                     "fail" => observe(fail(app, id)).await,
                     "reconcile" => observe(refund(app, id)).await,
                     _ => panic!("`{strategy}` is no strategy"),
