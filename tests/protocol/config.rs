@@ -35,6 +35,10 @@ pub(crate) struct Plan {
     /// True if the body may return `Ok`. A body that may return neither `Ok` nor `Err` (`may_fail`) hangs.
     pub(crate) may_succeed: bool,
     pub(crate) may_fail: bool,
+    /// Number of steps of the body.
+    pub(crate) steps: u8,
+    /// True if the body runs its steps concurrently: a step may end while the entry of another one is being written.
+    pub(crate) joined: bool,
     /// Lead of the call's clock over true time, in steps of true time.
     pub(crate) ahead: u8,
 }
@@ -55,6 +59,8 @@ const CALL: Plan = Plan {
     timeout: None,
     may_succeed: true,
     may_fail: true,
+    steps: 0,
+    joined: false,
     ahead: 0,
 };
 
@@ -79,6 +85,7 @@ impl Plan {
 const FAIL: Plan = Plan { on_crash: OnCrash::Fail, ..CALL };
 const ASKS: Plan = Plan { asks: true, ..FAIL };
 const SUCCEEDS: Plan = Plan { may_fail: false, ..CALL };
+const STEPS: Plan = Plan { steps: 2, ..CALL };
 const ERRS: Plan = Plan { may_succeed: false, ..CALL };
 const WAITS: Plan = Plan { wait: Some(2), ..CALL };
 
@@ -200,8 +207,8 @@ impl Config {
 pub(crate) fn all() -> Vec<Config> {
     use Scene::{
         BelievesAfterRenewal, BodyAfterDoubt, ErrorRecorded, Exhausted, InProgress, Interrupted, LateCompletion,
-        LeaseLost, Mismatch, PolledAgain, Reconciled, Replay, Shortened, StoreFailed, Takeover, TimedOut, TooLarge,
-        Unprotected, Unrecorded, Unresolved, Waits,
+        LeaseLost, Mismatch, PolledAgain, Reconciled, Replay, Shortened, StepContinued, StoreFailed, Takeover,
+        TimedOut, TooLarge, Unprotected, Unrecorded, Unresolved, Waits,
     };
     let nothing = Budget::default();
     let config = Config::new;
@@ -552,6 +559,61 @@ pub(crate) fn all() -> Vec<Config> {
         .whole()
         .in_one_step()
         .scenes(&[Replay, LeaseLost]),
+        config(
+            "steps",
+            "bodies with two steps: crashes, and journals whose append is late, is lost or gets no answer",
+            &[STEPS, Plan { may_fail: false, ..STEPS }],
+            2,
+            Budget { crashes: 1, faults: 1, ticks: 2, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[StepContinued, Replay, LeaseLost]),
+        config(
+            "steps_unconfirmed",
+            "bodies that stop waiting for the entry of a step, and go on with the next step",
+            &[STEPS, STEPS],
+            1,
+            Budget { cancels: 2, ticks: 1, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[StepContinued]),
+        config(
+            "steps_joined",
+            "steps that run concurrently and share an append, next to another call",
+            &[Plan { joined: true, ..STEPS }, Plan { joined: true, may_fail: false, ..STEPS }],
+            2,
+            Budget { crashes: 1, polls: 1, ticks: 2, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[StepContinued]),
+        config(
+            "steps_doubled",
+            "requests of bodies with steps that arrive a second time, also after another attempt has ended",
+            &[STEPS, STEPS],
+            2,
+            Budget { duplicates: 1, ticks: 2, ..nothing },
+        )
+        .whole()
+        .in_one_step()
+        .scenes(&[StepContinued]),
+        config(
+            "steps_reopened",
+            "bodies with steps, and an operator who reopens their record",
+            &[STEPS, Plan { on_crash: OnCrash::Fail, ..STEPS }, STEPS],
+            1,
+            Budget { crashes: 1, reopens: 1, ticks: 1, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[StepContinued]),
+        config(
+            "steps_between_clocks",
+            "appends and renewals that overtake each other, in a store without a clock, where senders set the times",
+            &[Plan { steps: 1, ..SUCCEEDS }, Plan { steps: 1, ahead: 2, ..SUCCEEDS }],
+            2,
+            Budget { crashes: 1, beats: 1, ticks: 5, ..nothing },
+        )
+        .skewed(1)
+        .scenes(&[StepContinued]),
     ]
 }
 

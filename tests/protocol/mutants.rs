@@ -160,6 +160,28 @@ mutants! {
     /// shortens the lease.
     LateRenewalCutsShort => Rule::S1, "late_renewals_between_clocks";
 
+    /// An append does not compare the owner token.
+    AppendAnybodys => Rule::StepOwn, "steps";
+    /// An append compares the owner token, but not the number of the attempt.
+    AppendAnyAttempt => Rule::StepOwn, "steps_doubled";
+    /// A refused append renews the lease of the attempt that has taken over.
+    RefusedAppendExtends => Rule::S2, "steps";
+    /// A finished record takes an append.
+    AppendAfterFinish => Rule::StepOwn, "steps_doubled";
+    /// A released record takes an append.
+    AppendAfterRelease => Rule::StepOwn, "steps";
+    /// The journal of a late append replaces a longer journal.
+    ShorterJournalReplaces => Rule::StepKept, "steps_doubled";
+    /// A takeover drops the journal.
+    TakeoverDropsJournal => Rule::StepKept, "steps";
+    /// A release drops the journal.
+    ReleaseDropsJournal => Rule::StepKept, "steps";
+    /// An operator's reopening drops the journal.
+    ReopenDropsJournal => Rule::StepTwice, "steps_reopened";
+    /// A takeover replaces the journal by the journal that its sender saw, although an append has come in between. The
+    /// store has no clock, and the append did not change the lease.
+    ReplacesUnseenJournal => Rule::StepKept, "steps_between_clocks";
+
     /// The record of a reservation in doubt is not marked as begun.
     DoubtUnmarked => Rule::S18, "reconcilers";
     /// The store grants an operation in doubt to a call without a reconciler.
@@ -250,6 +272,14 @@ mutants! {
     QuestionsCount => Rule::S14, "reconcilers_counted";
     /// An uncertain error frees the key.
     UncertainErrorReleased => Rule::S18, "uncertain_errors";
+    /// An attempt runs each step, although an earlier attempt has journaled it.
+    JournaledStepRuns => Rule::StepOnce, "steps";
+    /// A step returns its value although the store has not confirmed its entry.
+    UnconfirmedStepReturns => Rule::StepReturned, "steps";
+    /// A journal leaves out the entries of steps whose append got no answer.
+    UnconfirmedEntryLeftOut => Rule::StepReturned, "steps_unconfirmed";
+    /// An attempt counts its lease from the answer to an append, not from the request.
+    AppendCountsFromAnswer => Rule::S1Belief, "steps_doubled";
     /// A temporary failure of the store ends the wait of a duplicate.
     FailureEndsWait => Rule::L3Outage, "waits_in_outages";
     /// A duplicate waits until it is woken, without a limit.
@@ -312,6 +342,7 @@ impl Mutant {
         match self {
             Self::TakeoverKeepsToken if takeover => with.owner = OwnerToken::from_bytes([met.owner; OwnerToken::BYTES]),
             Self::TakeoverKeepsNumber if takeover => with.attempt = met.attempt.into(),
+            Self::TakeoverDropsJournal if takeover => with.journal = None,
             Self::DoubtUnmarked => {
                 if let State::Pending { begun, .. } = &mut with.state {
                     *begun = false;

@@ -7,8 +7,8 @@ use stateright::Property;
 
 use super::config::Config;
 use super::state::{
-    Answer, Beat, Body, CALLS, Call, CallId, Class, Done, KEYS, ModelResult, ModelState, NOBODY, Phase, Request,
-    RequestKind, SeenRecord, Slot, World, holder, token,
+    Answer, Beat, Body, CALLS, Call, CallId, Class, Done, Entry, KEYS, ModelResult, ModelState, NOBODY, Phase, Request,
+    RequestKind, STEPS, SeenRecord, Slot, World, holder, token,
 };
 use super::steps::{Trouble, is_fail, may_hear};
 use super::store;
@@ -48,10 +48,15 @@ pub(crate) enum Rule {
     S18,
     Told,
     EndsInTime,
+    StepOwn,
+    StepKept,
+    StepTwice,
+    StepOnce,
+    StepReturned,
 }
 
 impl Rule {
-    pub(crate) const ALL: [Self; 31] = [
+    pub(crate) const ALL: [Self; 36] = [
         Self::S1,
         Self::S1Belief,
         Self::S1Start,
@@ -83,6 +88,11 @@ impl Rule {
         Self::S18,
         Self::Told,
         Self::EndsInTime,
+        Self::StepOwn,
+        Self::StepKept,
+        Self::StepTwice,
+        Self::StepOnce,
+        Self::StepReturned,
     ];
 
     pub(crate) fn name(self) -> &'static str {
@@ -119,6 +129,13 @@ impl Rule {
             }
             Self::Told => "no call whose result is recorded gets LeaseLost",
             Self::EndsInTime => "the end of an attempt is written within one lease, or given up",
+            Self::StepOwn => {
+                "only the attempt that holds the record journals a step, and nothing is journaled after its end"
+            }
+            Self::StepKept => "an entry of the journal stays in the record until the operation has finished",
+            Self::StepTwice => "no two attempts journal the same step",
+            Self::StepOnce => "no later attempt runs a step that is journaled",
+            Self::StepReturned => "a step returns its value only after its entry is in the record",
             Self::S12 => "S12 a call that is dropped leaves its key free, and interrupted only if its body has started",
             Self::S14 => "S14 no key is interrupted and no attempt counted for a body that did not begin",
             Self::L4 => "L4 a body whose lease was found lost does not run on",
@@ -135,7 +152,8 @@ impl Rule {
             };
         }
         let condition: fn(&Config, &World) -> bool = kept!(S1 S1Belief S1Start S2 S3 S4 S5 S6 S7 S7Retry S8 LateEnd SuccessHeld
-            Fingerprint MaxAttempts KeysApart L1 L2 L3 L3Outage L4 L6 L7 S11 S15 S12 S14 S17 S18 Told EndsInTime);
+            Fingerprint MaxAttempts KeysApart L1 L2 L3 L3Outage L4 L6 L7 S11 S15 S12 S14 S17 S18 Told EndsInTime
+            StepOwn StepKept StepTwice StepOnce StepReturned);
         Property::always(self.name(), condition)
     }
 }
@@ -147,7 +165,7 @@ pub(crate) const ENDS: &str = "every call ends";
 
 /// Set of the rules that were broken on the way to a state.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub(crate) struct Broken(u32);
+pub(crate) struct Broken(u64);
 
 impl Broken {
     pub(crate) fn has(self, rule: Rule) -> bool {
@@ -155,7 +173,7 @@ impl Broken {
     }
 
     fn note(&mut self, rule: Rule, broken: bool) {
-        self.0 |= u32::from(broken) << rule as u32;
+        self.0 |= u64::from(broken) << rule as u32;
     }
 }
 
@@ -190,6 +208,7 @@ pub(crate) enum Scene {
     Reconciled,
     BodyAfterDoubt,
     Unresolved,
+    StepContinued,
 }
 
 impl Scene {
@@ -259,6 +278,13 @@ impl Scene {
                 settled && world.calls.iter().any(|call| matches!(call.phase, Phase::Body { .. }))
             }),
             Self::Unresolved => ("a reconciler does not know", |_, world| told(world, Class::Unresolved)),
+            Self::StepContinued => ("an attempt continues after the steps of an earlier attempt", |config, world| {
+                (0..config.count()).any(|who| {
+                    let call = world.call(who);
+                    let earlier = call.steps.journal.entry(0).is_some_and(|entry| holder(entry.token) != who);
+                    earlier && call.steps.next > 0 && matches!(call.phase, Phase::Body { .. })
+                })
+            }),
             Self::Shortened => {
                 ("a completion is recorded without a result that the store could hold", |config, world| {
                     any(world, |slot| match slot.stand {
@@ -310,6 +336,7 @@ pub(crate) fn audit(
     let named = match ask {
         RequestKind::Begin { attempt, .. }
         | RequestKind::Renew { attempt, .. }
+        | RequestKind::Append { attempt, .. }
         | RequestKind::Finish { attempt, .. } => attempt,
         RequestKind::Reserve { .. } | RequestKind::Release(_) => past.attempt,
     };
@@ -334,6 +361,11 @@ pub(crate) fn audit(
         }
         RequestKind::Renew { .. } => {
             broken.note(Rule::S2, !was_pending && answer == Answer::Write(Done::Done));
+        }
+        RequestKind::Append { .. } => {
+            let journaled = old.map(|old| old.journal) != new.map(|new| new.journal);
+            let done = answer == Answer::Write(Done::Done);
+            broken.note(Rule::StepOwn, (done || journaled) && (!was_pending || !holds));
         }
         RequestKind::Finish { .. } => {
             let repeated = holds && was_finished && deed.recorded;
@@ -360,12 +392,13 @@ pub(crate) fn audit(
     if !done || !was_pending || !holds {
         return;
     }
-    broken.note(Rule::S17, deed.values && !matches!(ask, RequestKind::Begin { .. } | RequestKind::Renew { .. }));
+    let ends = matches!(ask, RequestKind::Finish { .. } | RequestKind::Release(_));
+    broken.note(Rule::S17, deed.values && ends);
     // The store has applied the write, so its effect is noted for later checks.
     let promised = promise(config, world, who, ask);
     let deed = &mut world.call_mut(who).deed;
     match ask {
-        RequestKind::Begin { .. } | RequestKind::Renew { .. } => {
+        RequestKind::Begin { .. } | RequestKind::Renew { .. } | RequestKind::Append { .. } => {
             deed.promised_until = deed.promised_until.max(promised);
         }
         RequestKind::Finish { kept, .. } => {
@@ -388,7 +421,10 @@ fn promise(config: &Config, world: &World, who: CallId, ask: RequestKind) -> u8 
         // The promise counts from the time of the request, because the sender counts its lease from that time.
         (
             Some(_),
-            RequestKind::Reserve { sent, .. } | RequestKind::Begin { sent, .. } | RequestKind::Renew { sent, .. },
+            RequestKind::Reserve { sent, .. }
+            | RequestKind::Begin { sent, .. }
+            | RequestKind::Renew { sent, .. }
+            | RequestKind::Append { sent, .. },
         ) => sent,
         (Some(_), _) => world.call(who).asked_at,
         (None, _) => world.now,
@@ -506,6 +542,41 @@ pub(crate) fn audit_reopen(config: &Config, world: &mut World, met: &Slot, sight
     world.broken.note(Rule::S4, world.slots[at].is_none_or(|slot| slot.attempt < world.history[at].attempt));
     let past = &mut world.history[at];
     (past.result, past.bodies, past.spared, past.doubt) = (None, 0, false, false);
+    // The steps of a discarded operation may run again.
+    if met.result().is_some() {
+        past.journaled = [None; STEPS];
+    }
+}
+
+/// Checks the start of a step.
+pub(crate) fn step_runs(config: &Config, world: &mut World, who: CallId, step: u8) {
+    let key = usize::from(config.plans[usize::from(who)].key);
+    let call = world.call(who);
+    // The body of an attempt that was stopped may still run a step after a later attempt has journaled the step.
+    let earlier = world.history[key].journaled[usize::from(step)].filter(|entry| entry.attempt < call.attempt);
+    let is_closed = call.deed.body == Body::Forgiven;
+    world.broken.note(Rule::StepOnce, earlier.is_some() && !is_closed);
+}
+
+/// Checks a step that returns the value of `entry` to its body.
+pub(crate) fn step_returns(config: &Config, world: &mut World, who: CallId, entry: Entry) {
+    let key = usize::from(config.plans[usize::from(who)].key);
+    let is_journaled = world.history[key].journaled[usize::from(entry.step)] == Some(entry);
+    // An operator, or the end of the retention, may have closed the attempt since the append.
+    let is_closed = world.call(who).deed.body == Body::Forgiven;
+    world.broken.note(Rule::StepReturned, !is_journaled && !is_closed);
+}
+
+/// Checks the journal of a record, and notes its new entries.
+fn journal(world: &mut World, key: u8, broken: &mut Broken) {
+    let Some(slot) = world.slots[usize::from(key)] else { return };
+    let journaled = &mut world.history[usize::from(key)].journaled;
+    for entry in slot.journal.entries() {
+        let first = journaled[usize::from(entry.step)].get_or_insert(entry);
+        broken.note(Rule::StepTwice, *first != entry);
+    }
+    let lost = journaled.iter().flatten().any(|entry| slot.journal.entries().all(|present| present != *entry));
+    broken.note(Rule::StepKept, lost && slot.result().is_none());
 }
 
 /// Checks a reconciler's answer that no effect has happened or can happen. The earlier bodies of the key need not
@@ -645,6 +716,9 @@ pub(crate) fn look(config: &Config, world: &mut World) {
             let ended = call.deed.recorded || call.deed.released;
             broken.note(Rule::S1Belief, !mine && !ended);
         }
+    }
+    for key in 0..config.keys {
+        journal(world, key, &mut broken);
     }
     if quiet {
         for key in 0..config.keys {

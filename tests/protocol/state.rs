@@ -30,6 +30,10 @@ pub(crate) fn holder(token: Token) -> CallId {
 pub(crate) const CALLS: usize = 4;
 /// Number of keys in the model.
 pub(crate) const KEYS: usize = 2;
+/// Largest number of steps of a body.
+pub(crate) const STEPS: usize = 2;
+/// Largest number of entries of a journal. Without a mistake, a journal has one entry for each step.
+const ENTRIES: usize = STEPS + 1;
 /// Largest number of operators that have seen a record and not decided yet.
 pub(crate) const OPERATORS: usize = 2;
 
@@ -84,6 +88,52 @@ pub(crate) struct Slot {
     /// Number of renewals after the lapse of the lease. If senders set the times, number of all renewals that extended
     /// the lease.
     pub(crate) revived: u8,
+    pub(crate) journal: Journal,
+}
+
+/// Entry of a journal. The owner token and the attempt stand for the value of the step.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) struct Entry {
+    pub(crate) step: u8,
+    pub(crate) token: Token,
+    pub(crate) attempt: u8,
+}
+
+/// Entries of the steps that have ended, in the order in which they ended.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) struct Journal {
+    entries: [Option<Entry>; ENTRIES],
+}
+
+impl Journal {
+    pub(crate) const EMPTY: Self = Self { entries: [None; ENTRIES] };
+
+    pub(crate) fn entries(&self) -> impl Iterator<Item = Entry> + '_ {
+        self.entries.iter().flatten().copied()
+    }
+
+    pub(crate) fn len(&self) -> u8 {
+        self.entries().map(|_| 1).sum()
+    }
+
+    /// Returns the entry of `step`.
+    pub(crate) fn entry(&self, step: u8) -> Option<Entry> {
+        self.entries().find(|entry| entry.step == step)
+    }
+
+    /// Adds `entry`. A journal that is full, which only a mistake can fill, stays as it is.
+    pub(crate) fn add(&mut self, entry: Entry) {
+        if let Some(free) = self.entries.iter_mut().find(|entry| entry.is_none()) {
+            *free = Some(entry);
+        }
+    }
+
+    /// Returns the journal of `entries`.
+    pub(crate) fn of(entries: impl IntoIterator<Item = Entry>) -> Self {
+        let mut journal = Self::EMPTY;
+        entries.into_iter().for_each(|entry| journal.add(entry));
+        journal
+    }
 }
 
 impl Slot {
@@ -148,6 +198,13 @@ pub(crate) enum RequestKind {
         sent: u8,
         attempt: u8,
     },
+    /// Puts `journal` into the record, for the attempt with this number, and renews its lease.
+    /// [`Reserve`](Self::Reserve) explains `sent`.
+    Append {
+        sent: u8,
+        attempt: u8,
+        journal: Journal,
+    },
     /// Writes the result of the attempt with this number. If stores write whole records, the write includes `starts`.
     Finish {
         kept: ModelResult,
@@ -167,6 +224,8 @@ pub(crate) struct Met {
     pub(crate) is_pending: bool,
     pub(crate) begun: bool,
     pub(crate) revived: u8,
+    /// Number of entries of the journal.
+    pub(crate) entries: u8,
 }
 
 /// [`Release`] with an order on its values, because the checker compares states.
@@ -207,6 +266,7 @@ pub(crate) enum Answer {
         starts: u8,
         takeover: bool,
         in_doubt: bool,
+        journal: Journal,
     },
     Pending {
         attempt: u8,
@@ -275,7 +335,45 @@ pub(crate) struct Call {
     pub(crate) marked: bool,
     /// True if the effect of an earlier attempt is in doubt, and the call has not settled the doubt.
     pub(crate) in_doubt: bool,
+    pub(crate) steps: StepsOfCall,
     pub(crate) deed: CallFacts,
+}
+
+/// Steps of an attempt.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) struct StepsOfCall {
+    /// Journal that the next write brings to the store: the journal of the reservation, and the entries of the steps
+    /// that this attempt has run.
+    pub(crate) journal: Journal,
+    /// Number of entries that the store has confirmed.
+    pub(crate) confirmed: u8,
+    /// Next step of the body.
+    pub(crate) next: u8,
+    /// Time of the first append of the present try; `None` if no append is under way.
+    pub(crate) since: Option<u8>,
+    pub(crate) append: Append,
+}
+
+impl StepsOfCall {
+    pub(crate) const NONE: Self =
+        Self { journal: Journal::EMPTY, confirmed: 0, next: 0, since: None, append: Append::None };
+}
+
+/// State of the append whose answer the body awaits.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) enum Append {
+    None,
+    Sent {
+        at: u8,
+        journal: Journal,
+    },
+    Answered {
+        at: u8,
+        journal: Journal,
+        done: Done,
+    },
+    /// The connection broke before the answer came.
+    Cut,
 }
 
 impl Call {
@@ -296,6 +394,7 @@ impl Call {
         refused: false,
         marked: false,
         in_doubt: false,
+        steps: StepsOfCall::NONE,
         deed: CallFacts {
             body: Body::NotStarted,
             values: false,
@@ -481,6 +580,8 @@ pub(crate) struct History {
     pub(crate) decided: u8,
     /// True while an effect is in doubt: a reconciler was asked, or the store has recorded an uncertain error.
     pub(crate) doubt: bool,
+    /// First journaled entry of each step.
+    pub(crate) journaled: [Option<Entry>; STEPS],
 }
 
 impl History {
@@ -493,6 +594,7 @@ impl History {
         spared: false,
         decided: 0,
         doubt: false,
+        journaled: [None; STEPS],
     };
 }
 

@@ -11,8 +11,9 @@ use super::config::{Config, Plan};
 use super::mutants::Mutant;
 use super::properties;
 use super::state::{
-    Answer, Beat, Body, CALLS, Call, CallId, Class, Done, Ending, History, Line, Met, ModelResult, ModelState,
-    OPERATORS, Phase, ReleaseKind, Request, RequestKind, Reserving, SeenRecord, Slot, World, token,
+    Answer, Append, Beat, Body, CALLS, Call, CallId, Class, Done, Ending, Entry, History, Journal, Line, Met,
+    ModelResult, ModelState, OPERATORS, Phase, ReleaseKind, Request, RequestKind, Reserving, SeenRecord, Slot,
+    StepsOfCall, World, token,
 };
 use super::store::{self, End, Reading};
 
@@ -49,6 +50,17 @@ pub(crate) enum Action {
     BeatIsRefusedForGood(CallId),
     /// A body is cancelled, because its lease has lapsed and will never be renewed.
     GivesUp(CallId),
+    /// The next step of the body runs and has its effect. Its entry is sent to the store, if no append is under way.
+    RunsStep(CallId),
+    StoreDoesAppend(CallId),
+    /// The body is polled, and gets the answer to an append.
+    HearsAppend(CallId),
+    /// The body is polled, and gets an error instead of an answer to an append, which may still arrive.
+    AppendFails(CallId),
+    /// A second copy of an append is under way.
+    DoublesAppend(CallId),
+    /// The body drops a step that has ended and whose append is under way, and goes on.
+    DropsStep(CallId),
     /// The body returns: `Ok` if true, `Err` otherwise.
     Returns(CallId, bool),
     /// The reconciler supplies the result of the effect in doubt.
@@ -235,10 +247,14 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
             Phase::Asking => {}
             Phase::Body { polled: true } => {
                 let plan = config.plan(who);
-                if plan.may_succeed {
+                let (rests, runs) = (call.steps.append == Append::None, call.steps.next < plan.steps);
+                if runs {
+                    actions.push(Action::RunsStep(who));
+                }
+                if plan.may_succeed && rests && !runs {
                     actions.push(Action::Returns(who, true));
                 }
-                if plan.may_fail {
+                if plan.may_fail && rests {
                     actions.push(Action::Returns(who, false));
                 }
                 if left.polls > 0 || plan.hangs() {
@@ -252,11 +268,35 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
                 } else if gives_up(config, world, who) {
                     actions.push(Action::GivesUp(who));
                 } else if !plan.hangs() && may_be_polled(config, world, who) {
-                    actions.push(Action::IsPolled(who));
+                    let append = call.steps.append;
+                    if append == Append::None || (plan.joined && call.steps.next < plan.steps) {
+                        actions.push(Action::IsPolled(who));
+                    }
+                    match append {
+                        Append::None => {}
+                        Append::Sent { .. } if left.faults > 0 => actions.push(Action::AppendFails(who)),
+                        Append::Sent { .. } => {}
+                        Append::Answered { .. } => {
+                            actions.push(Action::HearsAppend(who));
+                            if left.faults > 0 {
+                                actions.push(Action::AppendFails(who));
+                            }
+                        }
+                        Append::Cut => actions.push(Action::AppendFails(who)),
+                    }
+                    if append != Append::None && left.cancels > 0 {
+                        actions.push(Action::DropsStep(who));
+                    }
                 }
             }
             Phase::Dropping { .. } => actions.push(Action::LosesValues(who)),
             Phase::Idle | Phase::Over(_) | Phase::Dead => {}
+        }
+        if matches!(call.steps.append, Append::Sent { .. }) {
+            actions.push(Action::StoreDoesAppend(who));
+            if left.duplicates > 0 {
+                actions.push(Action::DoublesAppend(who));
+            }
         }
         // Steps of each call's heartbeat.
         match call.beat {
@@ -462,8 +502,33 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
         // A body whose lease can't be renewed ends like a body after its time-out.
         Action::GivesUp(who) => {
             let how = dropped(config, world, who);
-            body_is_gone(world, who);
+            body_is_gone(config, world, who);
             drops_values(config, world, who, how, Class::LeaseLost);
+        }
+        Action::RunsStep(who) => runs_step(config, world, who),
+        Action::StoreDoesAppend(who) => {
+            let Append::Sent { at, journal } = world.call(who).steps.append else { unreachable!("nothing is sent") };
+            let request = append_request(config, world, who, at, journal);
+            let Answer::Write(done) = store_does(config, world, request) else {
+                unreachable!("an append is done or refused")
+            };
+            world.call_mut(who).steps.append = Append::Answered { at, journal, done };
+        }
+        Action::HearsAppend(who) => hears_append(config, world, who),
+        Action::AppendFails(who) => {
+            world.left.faults -= u8::from(world.call(who).steps.append != Append::Cut);
+            append_fails(config, world, who, Trouble::Unknown);
+        }
+        Action::DoublesAppend(who) => {
+            world.left.duplicates -= 1;
+            let Append::Sent { at, journal } = world.call(who).steps.append else { unreachable!("nothing is sent") };
+            let request = append_request(config, world, who, at, journal);
+            send(world, request);
+        }
+        Action::DropsStep(who) => {
+            world.left.cancels -= 1;
+            orphan_append(config, world, who);
+            gives_up_append(config, world, who);
         }
         Action::Returns(who, ok) => returns(config, world, who, ok),
         Action::Finds(who) => {
@@ -485,7 +550,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
         }
         Action::TimesOut(who) => {
             let how = dropped(config, world, who);
-            body_is_gone(world, who);
+            body_is_gone(config, world, who);
             drops_values(config, world, who, how, Class::TimedOut);
         }
         Action::LosesValues(who) => loses_values(config, world, who),
@@ -499,7 +564,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             world.left.crashes -= 1;
             orphan(config, world, who);
             orphan_beat(config, world, who);
-            body_is_gone(world, who);
+            body_is_gone(config, world, who);
             world.call_mut(who).deed.values = false;
             rest(world, who, Phase::Dead);
         }
@@ -545,6 +610,9 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
                 }
                 if matches!(call.beat, Beat::Answered { .. }) {
                     call.beat = Beat::None;
+                }
+                if matches!(call.steps.append, Append::Answered { .. }) {
+                    call.steps.append = Append::Cut;
                 }
             }
         }
@@ -666,6 +734,14 @@ fn renewal(config: &Config, world: &World, who: CallId, at: u8) -> Request {
     Request { who, token: token(who, call.generation), ask: RequestKind::Renew { sent, attempt: call.attempt } }
 }
 
+/// Append of `journal` that was sent at `at`.
+fn append_request(config: &Config, world: &World, who: CallId, at: u8, journal: Journal) -> Request {
+    let sent = if config.skew.is_some() { at } else { 0 };
+    let call = world.call(who);
+    let ask = RequestKind::Append { sent, attempt: call.attempt, journal };
+    Request { who, token: token(who, call.generation), ask }
+}
+
 fn send(world: &mut World, request: Request) {
     let at = world.net.partition_point(|other| *other < request);
     world.net.insert(at, request);
@@ -701,6 +777,14 @@ fn orphan_beat(config: &Config, world: &mut World, who: CallId) {
     world.call_mut(who).beat = Beat::None;
 }
 
+fn orphan_append(config: &Config, world: &mut World, who: CallId) {
+    if let Append::Sent { at, journal } = world.call(who).steps.append {
+        let request = append_request(config, world, who, at, journal);
+        send(world, request);
+    }
+    world.call_mut(who).steps.append = Append::None;
+}
+
 /// Lets the store execute a request, and checks the answer against the properties.
 pub(crate) fn store_does(config: &Config, world: &mut World, request: Request) -> Answer {
     let Request { who, token, ask } = request;
@@ -721,6 +805,10 @@ pub(crate) fn store_does(config: &Config, world: &mut World, request: Request) -
             RequestKind::Begin { sent, attempt } => {
                 let reading = reading(world, sent);
                 Answer::Write(store::begins(config, &mut world.slots[usize::from(key)], token, attempt, reading))
+            }
+            RequestKind::Append { sent, attempt, journal } => {
+                let (reading, journal) = (reading(world, sent), (attempt, journal));
+                Answer::Write(store::appends(config, &mut world.slots[usize::from(key)], token, journal, reading))
             }
             RequestKind::Finish { kept: ModelResult::Stored(_), .. } if config.plan(who).too_large => Answer::TooLarge,
             RequestKind::Finish { kept, ok, attempt, starts } => {
@@ -819,12 +907,13 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: CallId, answer: Ans
     match (world.call(who).phase, answer) {
         // A call renews a granted lease that is over, then marks the record if its body needs a mark, and then starts
         // the body.
-        (Phase::Reserving { .. }, Answer::Reserved { attempt, starts, in_doubt, .. }) => {
+        (Phase::Reserving { .. }, Answer::Reserved { attempt, starts, in_doubt, journal, .. }) => {
             if config.is(Mutant::LeaseCountsFromAnswer) {
                 world.call_mut(who).asked_at = now;
             }
             let call = world.call_mut(who);
             (call.attempt, call.starts, call.in_doubt) = (attempt, starts, in_doubt);
+            call.steps = StepsOfCall { journal, confirmed: journal.len(), ..StepsOfCall::NONE };
             if world.believed(config, who) == 0 && !config.is(Mutant::LateAnswerStartsBody) {
                 world.call_mut(who).phase = Phase::Confirming { at: now, line: Line::Sent };
             } else {
@@ -1046,6 +1135,109 @@ fn starts_body(config: &Config, world: &mut World, who: CallId) {
     // The time limit of a reconciler includes its body.
     call.stop_at = if call.stop_at > 0 { call.stop_at } else { stop_at };
     call.phase = Phase::Body { polled: true };
+    skips_steps(config, world, who);
+}
+
+/// Returns the values of the steps that earlier attempts have journaled, up to the next step that has to run.
+fn skips_steps(config: &Config, world: &mut World, who: CallId) {
+    let ended = |world: &World| {
+        let steps = world.call(who).steps;
+        let open = steps.next < config.plan(who).steps && !config.is(Mutant::JournaledStepRuns);
+        steps.journal.entry(steps.next).filter(|_| open)
+    };
+    while let Some(entry) = ended(world) {
+        properties::step_returns(config, world, who, entry);
+        world.call_mut(who).steps.next += 1;
+    }
+}
+
+fn runs_step(config: &Config, world: &mut World, who: CallId) {
+    let step = world.call(who).steps.next;
+    properties::step_runs(config, world, who, step);
+    let call = world.call_mut(who);
+    let entry = Entry { step, token: token(who, call.generation), attempt: call.attempt };
+    call.steps.journal.add(entry);
+    call.steps.next += 1;
+    skips_steps(config, world, who);
+    if world.call(who).steps.append == Append::None {
+        appends(world, who);
+    }
+    let plan = config.plan(who);
+    let goes_on = plan.joined && world.call(who).steps.next < plan.steps;
+    let call = world.call_mut(who);
+    call.phase = Phase::Body { polled: goes_on };
+    if call.lost && !goes_on {
+        loses(config, world, who);
+    }
+}
+
+/// Sends the entries that the store has not confirmed.
+fn appends(world: &mut World, who: CallId) {
+    let at = world.now;
+    let steps = &mut world.call_mut(who).steps;
+    steps.since.get_or_insert(at);
+    steps.append = Append::Sent { at, journal: steps.journal };
+}
+
+/// Processes the answer to an append, which is also a renewal.
+fn hears_append(config: &Config, world: &mut World, who: CallId) {
+    let Append::Answered { at, journal, done } = world.call(who).steps.append else { unreachable!("nothing to hear") };
+    let now = world.now;
+    let call = world.call_mut(who);
+    call.steps.append = Append::None;
+    if done == Done::Refused {
+        return gives_up_append(config, world, who);
+    }
+    let from = if config.is(Mutant::AppendCountsFromAnswer) { now } else { at };
+    call.asked_at = call.asked_at.max(from);
+    steps_return(config, world, who, journal);
+}
+
+/// Lets the steps return whose entries `journal` has and the store has not confirmed before. If other steps have ended
+/// meanwhile, their entries are sent together.
+fn steps_return(config: &Config, world: &mut World, who: CallId, journal: Journal) {
+    let confirmed = world.call(who).steps.confirmed;
+    for entry in journal.entries().skip(confirmed.into()) {
+        properties::step_returns(config, world, who, entry);
+    }
+    let call = world.call_mut(who);
+    (call.steps.confirmed, call.steps.since) = (journal.len(), None);
+    call.phase = Phase::Body { polled: true };
+    if call.steps.journal.len() > journal.len() {
+        appends(world, who);
+        let plan = config.plan(who);
+        let goes_on = plan.joined && world.call(who).steps.next < plan.steps;
+        world.call_mut(who).phase = Phase::Body { polled: goes_on };
+    }
+}
+
+/// Repeats an append that failed, for one lease and while the lease may be held.
+fn append_fails(config: &Config, world: &mut World, who: CallId, trouble: Trouble) {
+    if let (Append::Sent { journal, .. } | Append::Answered { journal, .. }, true) =
+        (world.call(who).steps.append, config.is(Mutant::UnconfirmedStepReturns))
+    {
+        orphan_append(config, world, who);
+        return steps_return(config, world, who, journal);
+    }
+    orphan_append(config, world, who);
+    let since = world.call(who).steps.since.unwrap_or(world.now);
+    let in_time = world.now < since + config.span() && world.may_be_held(config, who) > 0;
+    match trouble.is_transient() && in_time {
+        true => appends(world, who),
+        false => gives_up_append(config, world, who),
+    }
+}
+
+/// Ends the wait for an append. The step does not return its value, and the body goes on: it returns an error, or runs
+/// the next step, whose append has the entry of this step, too.
+fn gives_up_append(config: &Config, world: &mut World, who: CallId) {
+    let left_out = config.is(Mutant::UnconfirmedEntryLeftOut);
+    let call = world.call_mut(who);
+    if left_out {
+        call.steps.journal = Journal::of(call.steps.journal.entries().take(call.steps.confirmed.into()));
+    }
+    (call.steps.append, call.steps.since) = (Append::None, None);
+    call.phase = Phase::Body { polled: true };
 }
 
 /// Time at which a body, or the reconciler before it, has run for too long; 0 for never.
@@ -1070,7 +1262,7 @@ fn yields(config: &Config, world: &mut World, who: CallId) {
 /// Drops the body because the heartbeat has found the lease lost. No write follows, because the key has another owner.
 fn loses(config: &Config, world: &mut World, who: CallId) {
     if !config.plan(who).shadow && !config.is(Mutant::LostLeaseRunsOn) {
-        body_is_gone(world, who);
+        body_is_gone(config, world, who);
         world.call_mut(who).deed.values = false;
         over(config, world, who, Class::LeaseLost);
     }
@@ -1282,6 +1474,7 @@ pub(crate) fn returns(config: &Config, world: &mut World, who: CallId, ok: bool)
     if call.deed.body == Body::Running {
         call.deed.body = Body::Returned { ok };
     }
+    call.steps = StepsOfCall::NONE;
     // The values are dropped in the same step, because the body's end waits for this drop.
     call.deed.values = false;
     call.phase = Phase::Ending { ending, late: None, line: Line::Sent };
@@ -1297,7 +1490,7 @@ pub(crate) fn returns(config: &Config, world: &mut World, who: CallId, ok: bool)
 pub(crate) fn is_dropped(config: &Config, world: &mut World, who: CallId) {
     let call = *world.call(who);
     orphan(config, world, who);
-    body_is_gone(world, who);
+    body_is_gone(config, world, who);
     if config.is(Mutant::DropWritesNothing) {
         return over(config, world, who, Class::Dropped);
     }
@@ -1405,7 +1598,9 @@ fn rest(world: &mut World, who: CallId, phase: Phase) {
     *call = Call { phase, deed: call.deed, ..Call::IDLE };
 }
 
-fn body_is_gone(world: &mut World, who: CallId) {
+fn body_is_gone(config: &Config, world: &mut World, who: CallId) {
+    orphan_append(config, world, who);
+    world.call_mut(who).steps = StepsOfCall::NONE;
     let deed = &mut world.call_mut(who).deed;
     if deed.body == Body::Running {
         deed.body = Body::Gone;

@@ -9,14 +9,17 @@ use bytes::Bytes;
 use idem_runtime::codec::CodecName;
 use idem_runtime::key::Fingerprint;
 use idem_runtime::record::{Admission, Provenance, Record, Ruling, State, StoredResult};
-use idem_runtime::store::{Action, Decision, Inspection, OwnerToken, Reservation, ReserveRequest, Verdict};
+use idem_runtime::store::{
+    Action, Decision, Inspection, Journal as Written, OwnerToken, Reservation, ReserveRequest, Verdict,
+};
 use idem_runtime::{Key, OnCrash};
 use idem_tests::decided;
 
 use super::config::{Config, Plan};
 use super::mutants::Mutant;
 use super::state::{
-    Answer, CallId, Done, Met, ModelResult, ModelState, OPERATORS, ReleaseKind, SeenRecord, Slot, Token, token,
+    Answer, CallId, Done, Entry, Journal, Met, ModelResult, ModelState, OPERATORS, ReleaseKind, SeenRecord, Slot,
+    Token, token,
 };
 
 /// Real duration of one tick of model time.
@@ -70,6 +73,22 @@ pub(crate) fn kept(payload: &StoredResult) -> ModelResult {
     }
 }
 
+impl Journal {
+    /// Converts this journal to the runtime's type. The runtime's store compares only the length of a journal.
+    pub(crate) fn written(&self) -> Option<Written> {
+        Written::new(self.entries().flat_map(|it| [it.step, it.token, it.attempt]).collect::<Vec<_>>())
+    }
+
+    fn read(journal: Option<&Written>) -> Self {
+        let bytes = journal.map_or(&[][..], |journal| journal.bytes());
+        let entries = bytes.chunks(3).map(|entry| match *entry {
+            [step, token, attempt] => Entry { step, token, attempt },
+            _ => unreachable!("no journal of the model is {bytes:?}"),
+        });
+        Self::of(entries)
+    }
+}
+
 fn small<N: TryInto<u8>>(number: N) -> u8 {
     number.try_into().ok().expect("numbers of the model are small")
 }
@@ -113,6 +132,7 @@ impl Slot {
         let mut record = Record::new(owner, self.attempt.into(), self.stand.state(TICK * u32::from(lease)));
         record.attempts_used = self.starts.into();
         record.fingerprint = self.mark.map(fingerprint);
+        record.journal = self.journal.written();
         record.provenance = match self.asked {
             0 => Provenance::default().with_decision(NAMES[usize::from(self.by)], ""),
             asked => Provenance::default().with_decision("reconciler", &format!("question {asked}")),
@@ -149,6 +169,7 @@ impl Slot {
             stand: ModelState::from(&record.state),
             lapses_at: if record.is_pending() { lapses_at } else { 0 },
             revived: 0,
+            journal: Journal::read(record.journal.as_ref()),
         }
     }
 }
@@ -156,18 +177,20 @@ impl Slot {
 impl Met {
     fn of(slot: &Slot) -> Self {
         let Slot { owner, decisions, attempt, revived, .. } = *slot;
-        Self { owner, decisions, attempt, is_pending: slot.is_pending(), begun: slot.begun(), revived }
+        let (is_pending, begun, entries) = (slot.is_pending(), slot.begun(), slot.journal.len());
+        Self { owner, decisions, attempt, is_pending, begun, revived, entries }
     }
 }
 
 /// Converts an answer of the runtime's store to the model's type.
 pub(crate) fn answer(reservation: &Reservation) -> Answer {
     match reservation {
-        Reservation::Granted { lease, takeover, in_doubt, .. } => Answer::Reserved {
+        Reservation::Granted { lease, takeover, in_doubt, journal, .. } => Answer::Reserved {
             attempt: small(lease.attempt),
             starts: small(lease.attempts_used),
             takeover: *takeover,
             in_doubt: *in_doubt,
+            journal: Journal::read(journal.as_ref()),
         },
         Reservation::InProgress { attempt, lapses_in, .. } => {
             Answer::Pending { attempt: small(*attempt), lapses_in: ticks(*lapses_in) }
@@ -208,6 +231,15 @@ impl Reading {
     }
 }
 
+/// Returns whether the record `met` is the record `over`, which the sender of a reservation has seen.
+fn is_seen(config: &Config, over: Option<Met>, met: &Slot) -> bool {
+    let mut seen = Met::of(met);
+    if let (Some(Mutant::ReplacesUnseenJournal), Some(over)) = (config.mutant, over) {
+        seen.entries = over.entries;
+    }
+    over == Some(seen)
+}
+
 fn in_one_step(config: &Config) -> bool {
     config.one_step || config.mutant == Some(Mutant::ReplacesUnseen)
 }
@@ -245,12 +277,16 @@ pub(crate) fn reserves(
     }
     match record.admit(&asked, TICK * u32::from(lapses_in)) {
         Admission::Answer(told) => answer(&told),
-        Admission::Replace { .. } if !in_one_step(config) && over != Some(Met::of(&met)) => {
+        Admission::Replace { .. } if !in_one_step(config) && !is_seen(config, over, &met) => {
             Answer::Free(Some(Met::of(&met)))
         }
         Admission::Replace { mut with, takeover } => {
             if let Some(mutant) = config.mutant {
                 mutant.before_replacing(&met, &mut with, takeover);
+                // A store that compares the journal replaces no other journal than the one that the sender saw.
+                if let (Mutant::ReplacesUnseenJournal, Some(over)) = (mutant, over) {
+                    with.journal = Journal::of(met.journal.entries().take(over.entries.into())).written();
+                }
             }
             reserved(slot, &with, takeover)
         }
@@ -338,6 +374,10 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
     met.starts = met.starts.saturating_sub(refund);
     met.stand = stand;
     (met.lapses_at, met.revived) = (0, 0);
+    // A release keeps the journal for the next attempt.
+    if with_result || mutant == Some(Mutant::ReleaseDropsJournal) {
+        met.journal = Journal::EMPTY;
+    }
     if let (true, Some((attempt, starts))) = (config.whole, numbers) {
         // A store whose record is one value writes the whole record from the values in the request.
         let request = &config.request(token);
@@ -388,6 +428,45 @@ pub(crate) fn renews(config: &Config, slot: &mut Option<Slot>, token: Token, att
     Done::Done
 }
 
+/// Puts `journal` into the record of attempt `attempt` of `token`, unless the record has a journal that is as long or
+/// longer, and renews the lease.
+pub(crate) fn appends(
+    config: &Config,
+    slot: &mut Option<Slot>,
+    token: Token,
+    (attempt, journal): (u8, Journal),
+    reading: Reading,
+) -> Done {
+    let mutant = config.mutant;
+    let Some(met) = slot.as_mut() else { return Done::Refused };
+    let held = match mutant {
+        Some(Mutant::AppendAnybodys) => true,
+        Some(Mutant::AppendAnyAttempt) => met.owner == token,
+        _ => met.owner == token && met.attempt == attempt,
+    };
+    let open = match mutant {
+        Some(Mutant::AppendAfterFinish) => met.is_pending() || met.result().is_some(),
+        Some(Mutant::AppendAfterRelease) => met.result().is_none(),
+        _ => met.is_pending(),
+    };
+    if !open || !held {
+        if mutant == Some(Mutant::RefusedAppendExtends) && met.is_pending() {
+            met.lapses_at = met.lapses_at.max(reading.now + config.lease);
+        }
+        return Done::Refused;
+    }
+    let kept = match (met.journal.written(), journal.written()) {
+        (Some(known), Some(sent)) if mutant != Some(Mutant::ShorterJournalReplaces) => Some(known.later(sent)),
+        (known, sent) => sent.or(known),
+    };
+    met.journal = Journal::read(kept.as_ref());
+    if met.is_pending() {
+        let (token, attempt) = (met.owner, met.attempt);
+        renews(config, slot, token, attempt, reading);
+    }
+    Done::Done
+}
+
 /// Record of `key` as an operator sees it.
 pub(crate) fn sees(key: u8, operator: u8, slot: Slot, reading: Reading) -> SeenRecord {
     let live = slot.is_pending() && reading.until(slot.lapses_at, None) > 0;
@@ -418,6 +497,7 @@ pub(crate) fn reopens(config: &Config, slot: &mut Option<Slot>, sight: &SeenReco
     let mut with = Slot::of(&with, 0);
     match config.mutant {
         Some(Mutant::ReopenForgetsNumber) => with.attempt = 0,
+        Some(Mutant::ReopenDropsJournal) => with.journal = Journal::EMPTY,
         Some(Mutant::DecisionKeepsOwner) => with.decisions = met.decisions,
         _ => {}
     }

@@ -31,8 +31,8 @@ use tokio::sync::oneshot;
 use super::config::{Config, Plan};
 use super::mutants::Mutant;
 use super::state::{
-    Answer, Beat, CallId, Class, Done, Ending, Line, ModelResult, Phase, ReleaseKind, Request, RequestKind, Slot,
-    World, holder,
+    Answer, Beat, CallId, Class, Done, Ending, Entry, Journal, Line, ModelResult, Phase, ReleaseKind, Request,
+    RequestKind, Slot, World, holder,
 };
 use super::steps::{Action, pending_request, store_does, take};
 use super::store::{self, End, Reading, TICK, TTL};
@@ -61,6 +61,8 @@ enum Step {
     Again(CallId),
     Begin(CallId),
     Renew(CallId),
+    /// The attempt of a call appends a journal with this number of entries of its own.
+    Append(CallId, u8),
     Finish(CallId, bool, bool),
     Release(CallId, ReleaseKind),
     Reopen(u8, u8),
@@ -80,6 +82,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => who().prop_map(Step::Again),
         3 => who().prop_map(Step::Begin),
         2 => who().prop_map(Step::Renew),
+        3 => (who(), 1..3_u8).prop_map(|(who, entries)| Step::Append(who, entries)),
         2 => (who(), any::<bool>(), any::<bool>()).prop_map(|(who, ok, large)| Step::Finish(who, ok, large)),
         3 => (who(), how).prop_map(|(who, how)| Step::Release(who, how)),
         1 => (0..2_u8, 0..2_u8).prop_map(|(key, off)| Step::Reopen(key, off)),
@@ -121,16 +124,21 @@ fn the_models_store_agrees_with_the_memory_store() {
 #[test]
 fn a_modelled_store_with_a_mistake_disagrees_with_the_memory_store() {
     use Mutant::{
-        FailOfCallerIgnored, FailOfOwnerIgnored, FingerprintSkippedAtReplay, FingerprintSkippedAtTakeover,
-        FinishAnyAttempt, FinishAnybodys, FinishOverFinished, InterruptedRunsAgain, LapsedOwnerRefused,
-        LapsedStaysLive, LiveTakenOver, MarkedAfterLapse, MaxAttemptsIgnored, OwnReservationIsForeign, RefundRepeated,
-        ReleaseAnybodys, ReleaseForgets, ReleaseOverFinished, RenewAnyAttempt, RenewAnybodys, ReopenForgetsNumber,
-        ReopenLive, RepeatedFinishRefused, RepeatedReleaseRefused, ReserveOverFinished, TakeoverKeepsNumber,
-        TakeoverKeepsToken,
+        AppendAfterFinish, AppendAfterRelease, AppendAnyAttempt, AppendAnybodys, FailOfCallerIgnored,
+        FailOfOwnerIgnored, FingerprintSkippedAtReplay, FingerprintSkippedAtTakeover, FinishAnyAttempt, FinishAnybodys,
+        FinishOverFinished, InterruptedRunsAgain, LapsedOwnerRefused, LapsedStaysLive, LiveTakenOver, MarkedAfterLapse,
+        MaxAttemptsIgnored, OwnReservationIsForeign, RefundRepeated, RefusedAppendExtends, ReleaseAnybodys,
+        ReleaseDropsJournal, ReleaseForgets, ReleaseOverFinished, RenewAnyAttempt, RenewAnybodys, ReopenDropsJournal,
+        ReopenForgetsNumber, ReopenLive, RepeatedFinishRefused, RepeatedReleaseRefused, ReserveOverFinished,
+        ShorterJournalReplaces, TakeoverDropsJournal, TakeoverKeepsNumber, TakeoverKeepsToken,
     };
     let runtime = runtime();
     // These mistakes change an answer of the store, or a record.
     for mutant in [
+        AppendAfterFinish,
+        AppendAfterRelease,
+        AppendAnyAttempt,
+        AppendAnybodys,
         FailOfCallerIgnored,
         FailOfOwnerIgnored,
         MarkedAfterLapse,
@@ -146,16 +154,21 @@ fn a_modelled_store_with_a_mistake_disagrees_with_the_memory_store() {
         MaxAttemptsIgnored,
         OwnReservationIsForeign,
         RefundRepeated,
+        RefusedAppendExtends,
         ReleaseAnybodys,
+        ReleaseDropsJournal,
         ReleaseForgets,
         ReleaseOverFinished,
         RenewAnyAttempt,
         RenewAnybodys,
+        ReopenDropsJournal,
         ReopenForgetsNumber,
         ReopenLive,
         RepeatedFinishRefused,
         RepeatedReleaseRefused,
         ReserveOverFinished,
+        ShorterJournalReplaces,
+        TakeoverDropsJournal,
         TakeoverKeepsNumber,
         TakeoverKeepsToken,
     ] {
@@ -173,11 +186,40 @@ fn numbers(lease: &Lease) -> (u8, u8) {
     (small(lease.attempt), small(lease.attempts_used))
 }
 
+/// Reservation that a call of a trace has got: its lease, and the journal of earlier attempts.
+struct Grant {
+    lease: Lease,
+    journal: Journal,
+}
+
+impl Grant {
+    /// Returns the grant of a call that has got no reservation yet.
+    fn none(request: &ReserveRequest) -> Self {
+        Self { lease: Record::first(request).lease(request), journal: Journal::EMPTY }
+    }
+
+    /// Keeps a reservation that the store has granted.
+    fn note(&mut self, found: &Reservation) {
+        if let (Reservation::Granted { lease, .. }, Answer::Reserved { journal, .. }) = (found, store::answer(found)) {
+            *self = Self { lease: lease.clone(), journal };
+        }
+    }
+
+    /// Returns the journal of the attempt after its own first `entries` steps have ended.
+    fn appended(&self, who: CallId, entries: u8) -> Journal {
+        let mut journal = self.journal;
+        for step in 0..entries {
+            journal.add(Entry { step, token: who, attempt: numbers(&self.lease).0 });
+        }
+        journal
+    }
+}
+
 async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
     let clock = ManualClock::new();
     let real = MemoryStore::options().clock(clock.clone()).build();
     let (mut slots, mut now) = ([None; 2], 0);
-    let mut leases: Vec<Lease> = config.requests.iter().map(|request| Record::first(request).lease(request)).collect();
+    let mut grants: Vec<_> = config.requests.iter().map(Grant::none).collect();
     for step in steps {
         let key_of = |who: CallId| usize::from(config.plans[usize::from(who)].key);
         let reading = Reading { now, skew: None };
@@ -185,34 +227,43 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
         match *step {
             Step::Reserve(who) | Step::Again(who) => {
                 let found = real.reserve(&config.requests[usize::from(who)]).await.unwrap();
-                if let (Step::Reserve(_), Reservation::Granted { lease, .. }) = (step, &found) {
-                    leases[usize::from(who)] = lease.clone();
+                if matches!(step, Step::Reserve(_)) {
+                    grants[usize::from(who)].note(&found);
                 }
                 let modelled = store::reserves(config, &mut slots[key_of(who)], who, (None, true), reading);
                 prop_assert_eq!(modelled, store::answer(&found), "{:?}", step);
             }
             Step::Begin(who) => {
-                let lease = &leases[usize::from(who)];
+                let lease = &grants[usize::from(who)].lease;
                 let found = real.begin(lease).await.unwrap();
                 let modelled = store::begins(config, &mut slots[key_of(who)], who, numbers(lease).0, reading);
                 prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
             }
             Step::Renew(who) => {
-                let lease = &leases[usize::from(who)];
+                let lease = &grants[usize::from(who)].lease;
                 let found = renew_all(&real, std::slice::from_ref(lease)).await.unwrap();
                 let modelled = store::renews(config, &mut slots[key_of(who)], who, numbers(lease).0, reading);
                 prop_assert_eq!(modelled, Done::from(found[0]), "{:?}", step);
             }
+            Step::Append(who, entries) => {
+                let grant = &grants[usize::from(who)];
+                let journal = grant.appended(who, entries);
+                let found = real.append(&grant.lease, &journal.written().expect("an entry")).await.unwrap();
+                let appended = (numbers(&grant.lease).0, journal);
+                let modelled = store::appends(config, &mut slots[key_of(who)], who, appended, reading);
+                prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
+            }
             Step::Finish(who, ok, large) => {
                 let kept = if large { ModelResult::TooLarge(who) } else { ModelResult::Stored(who) };
                 let finish = if ok { Finish::Completed } else { Finish::Failed }(store::payload(kept));
-                let found = real.finish(&leases[usize::from(who)], &finish).await.unwrap();
-                let end = End::finish(kept, ok, numbers(&leases[usize::from(who)]), now);
+                let lease = &grants[usize::from(who)].lease;
+                let found = real.finish(lease, &finish).await.unwrap();
+                let end = End::finish(kept, ok, numbers(lease), now);
                 let modelled = store::ends(config, &mut slots[key_of(who)], who, end);
                 prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
             }
             Step::Release(who, how) => {
-                let found = real.release(&leases[usize::from(who)], how.release()).await.unwrap();
+                let found = real.release(&grants[usize::from(who)].lease, how.release()).await.unwrap();
                 let modelled = store::ends(config, &mut slots[key_of(who)], who, End::release(how, now));
                 prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
             }
@@ -1047,7 +1098,7 @@ fn the_models_store_agrees_with_dynamodb_if_clocks_differ() {
                 .lease(Duration::from_millis(LEASE.into()))
         };
         let requests: Vec<_> = config.requests.iter().map(of).collect();
-        let mut leases: Vec<_> = requests.iter().map(|request| Record::first(request).lease(request)).collect();
+        let mut grants: Vec<_> = requests.iter().map(Grant::none).collect();
         runtime.block_on(async {
             // One tick of the model is a millisecond, the unit of these clocks.
             let (mut slots, mut now) = ([None; 2], 20);
@@ -1063,8 +1114,8 @@ fn the_models_store_agrees_with_dynamodb_if_clocks_differ() {
                     Step::Reserve(who) | Step::Again(who) => {
                         let at = usize::from(who);
                         let found = stores[at].reserve(&requests[at]).await.unwrap();
-                        if let (Step::Reserve(_), Reservation::Granted { lease, .. }) = (step, &found) {
-                            leases[at] = lease.clone();
+                        if matches!(step, Step::Reserve(_)) {
+                            grants[at].note(&found);
                         }
                         let found = match found {
                             Reservation::InProgress { attempt, lapses_in, .. } => Answer::Pending {
@@ -1078,30 +1129,40 @@ fn the_models_store_agrees_with_dynamodb_if_clocks_differ() {
                     }
                     Step::Begin(who) => {
                         let at = usize::from(who);
-                        let found = stores[at].begin(&leases[at]).await.unwrap();
-                        let attempt = numbers(&leases[at]).0;
+                        let found = stores[at].begin(&grants[at].lease).await.unwrap();
+                        let attempt = numbers(&grants[at].lease).0;
                         let modelled = store::begins(&config, &mut slots[slot(who)], who, attempt, reading(who));
                         prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
                     }
                     Step::Renew(who) => {
                         let at = usize::from(who);
-                        let found = renew_all(&stores[at], std::slice::from_ref(&leases[at])).await.unwrap();
-                        let attempt = numbers(&leases[at]).0;
+                        let lease = &grants[at].lease;
+                        let found = renew_all(&stores[at], std::slice::from_ref(lease)).await.unwrap();
+                        let attempt = numbers(lease).0;
                         let modelled = store::renews(&config, &mut slots[slot(who)], who, attempt, reading(who));
                         prop_assert_eq!(modelled, Done::from(found[0]), "{:?}", step);
+                    }
+                    Step::Append(who, entries) => {
+                        let at = usize::from(who);
+                        let journal = grants[at].appended(who, entries);
+                        let written = journal.written().expect("an entry");
+                        let found = stores[at].append(&grants[at].lease, &written).await.unwrap();
+                        let appended = (numbers(&grants[at].lease).0, journal);
+                        let modelled = store::appends(&config, &mut slots[slot(who)], who, appended, reading(who));
+                        prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
                     }
                     Step::Finish(who, ok, large) => {
                         let at = usize::from(who);
                         let kept = if large { ModelResult::TooLarge(who) } else { ModelResult::Stored(who) };
                         let finish = if ok { Finish::Completed } else { Finish::Failed }(store::payload(kept));
-                        let found = stores[at].finish(&leases[at], &finish).await.unwrap();
-                        let end = End::finish(kept, ok, numbers(&leases[at]), now);
+                        let found = stores[at].finish(&grants[at].lease, &finish).await.unwrap();
+                        let end = End::finish(kept, ok, numbers(&grants[at].lease), now);
                         let modelled = store::ends(&config, &mut slots[slot(who)], who, end);
                         prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
                     }
                     Step::Release(who, how) => {
                         let at = usize::from(who);
-                        let found = stores[at].release(&leases[at], how.release()).await.unwrap();
+                        let found = stores[at].release(&grants[at].lease, how.release()).await.unwrap();
                         let modelled = store::ends(&config, &mut slots[slot(who)], who, End::release(how, now));
                         prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
                     }
