@@ -52,7 +52,7 @@ const RUNS: u64 = 1_000;
 const FOUND: [u64; 2] = [1_008_596, 3_003_478];
 
 /// Events that must occur in the default run of [`RUNS`] worlds, so that every check has something to check.
-const EVENTS: [&str; 54] = [
+const EVENTS: [&str; 60] = [
     "AttemptsExhausted",
     "FingerprintMismatch",
     "InProgress",
@@ -105,6 +105,12 @@ const EVENTS: [&str; 54] = [
     "results that an operator supplied",
     "rights that a process lost",
     "runs without protection",
+    "errors of steps",
+    "steps",
+    "steps of earlier attempts",
+    "steps that ran again",
+    "steps that their body dropped",
+    "steps whose entry was not confirmed",
     "takeovers",
     "uncertain errors",
 ];
@@ -198,6 +204,7 @@ fn a_seed_repeats_its_history() {
             "rights that a process lost",
             "bodies of a key's only attempt",
             "requests to a bank",
+            "steps",
         ];
         assert!(!later.iter().any(|event| counts.contains_key(event)), "{seed}");
     }
@@ -265,6 +272,17 @@ const BREAKS: &[(Broken, Check)] = &[
     (Broken::Between(DeliberateBreak::DoubtsAreReleased), Check::Doubt),
     (Broken::Between(DeliberateBreak::DoubtsAreReleased), Check::Charged),
     (Broken::Between(DeliberateBreak::ReconcilersRepeatTheNumber), Check::Fencing),
+    (Broken::Between(DeliberateBreak::AppendsNothing), Check::StepReturned),
+    (Broken::Between(DeliberateBreak::AppendsNothing), Check::StepAgain),
+    (Broken::Between(DeliberateBreak::JournalsAreDropped), Check::StepAgain),
+    (Broken::Store(M::JournalForgotten), Check::StepReturned),
+    (Broken::Store(M::JournalLostAtRelease), Check::StepAgain),
+    (Broken::Store(M::JournalLostAtTakeover), Check::StepAgain),
+    (Broken::Store(M::JournalShrinks), Check::StepKept),
+    (Broken::Store(M::DecisionsLoseJournal), Check::StepAgain),
+    (Broken::Store(M::AppendByKey), Check::Linearizable),
+    (Broken::Store(M::AppendAfterTheEnd), Check::Linearizable),
+    (Broken::Store(M::AppendRenewsNothing), Check::Linearizable),
     (Broken::Store(M::DoubtUnannounced), Check::Doubt),
     (Broken::Store(M::DoubtUnmarked), Check::Linearizable),
     (Broken::Store(M::QuestionsUncounted), Check::Linearizable),

@@ -10,13 +10,14 @@ use std::task::Poll;
 use std::time::Duration;
 
 use futures::FutureExt;
+use futures::future::try_join;
 use idem_runtime::clock::Clock;
 use idem_runtime::record::State;
 use idem_runtime::store::{Reservation, ReserveRequest};
 use idem_runtime::testing::Simulation;
 use idem_runtime::{
     Error, InProgress, Key, MemoryStore, OnCrash, OnStoreError, Operation, Outcome, Policy, Store, StoreErrorKind,
-    observe,
+    current, observe,
 };
 use idem_tests::{Fault, FaultyStore, StoreCall, yields};
 use serde::{Deserialize, Serialize};
@@ -84,6 +85,12 @@ enum Scenario {
     OnlyAttempt,
     /// The policy has `max_attempts = 2`, and an earlier attempt has failed.
     LastAttempt,
+    /// The body has two steps, one after the other.
+    Steps,
+    /// The body has two steps, which it polls together.
+    StepsJoined,
+    AppendFails,
+    AppendAnswerLost,
 }
 
 impl Scenario {
@@ -94,11 +101,15 @@ impl Scenario {
             S::MarkFails | S::MarkAnswerLost | S::MarkUnanswered | S::MarkTooLate | S::OnlyAttempt | S::LastAttempt
         )
     }
+
+    fn has_steps(self) -> bool {
+        matches!(self, S::Steps | S::StepsJoined | S::AppendFails | S::AppendAnswerLost)
+    }
 }
 
 use Scenario as S;
 
-const ALL: [Scenario; 24] = [
+const ALL: [Scenario; 28] = [
     S::First,
     S::Replay,
     S::WaitsForResult,
@@ -123,6 +134,10 @@ const ALL: [Scenario; 24] = [
     S::MarkTooLate,
     S::OnlyAttempt,
     S::LastAttempt,
+    S::Steps,
+    S::StepsJoined,
+    S::AppendFails,
+    S::AppendAnswerLost,
 ];
 
 /// Early end of the call under test.
@@ -141,6 +156,10 @@ struct Facts {
     returned: RefCell<Option<Result<u32, Failure>>>,
     effects: Cell<u32>,
     inner_effects: Cell<u32>,
+    /// Number of effects of each step.
+    step_effects: [Cell<u32>; 2],
+    /// Value that each step has returned first.
+    step_values: [Cell<Option<u32>>; 2],
 }
 
 struct Stage {
@@ -169,7 +188,8 @@ impl Stage {
         let net = Arc::new(Net::new(simulation.clock(), Dice::new(1), truth, weather, DeliberateBreak::None));
         let line = Line::new(0, Arc::new(memory.peer()), net, None);
         let store = FaultyStore::new(&line);
-        for call in [StoreCall::Reserve, StoreCall::Begin, StoreCall::Renew, StoreCall::Finish, StoreCall::Release] {
+        let calls = [StoreCall::Reserve, StoreCall::Begin, StoreCall::Renew, StoreCall::Append];
+        for call in calls.into_iter().chain([StoreCall::Finish, StoreCall::Release]) {
             store.always(call, Fault::Slow(slow));
         }
         let mut policy = POLICY.lease(LEASE).on_crash(on_crash);
@@ -198,6 +218,8 @@ impl Stage {
                     store.next(StoreCall::Begin, Fault::After);
                 }
             }
+            S::AppendFails => store.next(StoreCall::Append, Fault::Before(StoreErrorKind::Unavailable)),
+            S::AppendAnswerLost => store.next(StoreCall::Append, Fault::After),
             S::MarkTooLate => store.next(StoreCall::Begin, Fault::Slow(20)),
             S::ResultTooLarge => store.next(StoreCall::Finish, Fault::Before(StoreErrorKind::TooLarge)),
             S::ReleaseFails => store.next(StoreCall::Release, Fault::Before(StoreErrorKind::Unavailable)),
@@ -209,6 +231,26 @@ impl Stage {
             _ => {}
         }
         Rc::new(Self { simulation, scenario, policy, line, store, other: memory, facts: Facts::default() })
+    }
+
+    /// Runs a step of the body, which has one effect.
+    async fn step(&self, number: usize) -> Result<(), Failure> {
+        let facts = &self.facts;
+        let effects = &facts.step_effects[number];
+        let value = current()?
+            .step(("part", number))
+            .run(async |_| {
+                yields(1).await;
+                effects.set(effects.get() + 1);
+                yields(1).await;
+                Ok::<_, Failure>(effects.get())
+            })
+            .await?;
+        let first = &facts.step_values[number];
+        let known = first.get().unwrap_or(value);
+        assert_eq!(known, value, "a step that has returned returns the same value in each attempt");
+        first.set(Some(value));
+        Ok(())
     }
 
     async fn body(self: Rc<Self>, store: Arc<dyn Store>) -> Result<u32, Failure> {
@@ -225,6 +267,14 @@ impl Stage {
                     Ok::<_, Failure>(1)
                 })
                 .await?;
+        }
+        match self.scenario {
+            S::StepsJoined => drop(try_join(self.step(0), self.step(1)).await?),
+            scenario if scenario.has_steps() => {
+                self.step(0).await?;
+                self.step(1).await?;
+            }
+            _ => {}
         }
         facts.effects.set(facts.effects.get() + 1);
         yields(1).await;
@@ -321,8 +371,10 @@ impl Stage {
 
     /// Checks that the key is in the promised state after the call ended at poll `at`.
     async fn check(self: &Rc<Self>, at: u64, end: End, beside: Option<idem_runtime::testing::Task<Outcome>>) {
-        let Facts { started, returned, effects, inner_effects } = &self.facts;
+        let Facts { started, returned, effects, inner_effects, step_effects, step_values } = &self.facts;
         let (started, returned, before) = (started.get(), returned.borrow().clone(), effects.get());
+        let step_returned = step_values.each_ref().map(|value| value.get().is_some());
+        let steps_before = step_effects.each_ref().map(Cell::get);
         let context = format!("{:?}, {end:?} at poll {at}, {:?}, {:?}", self.scenario, self.policy, self.state());
         let clock = self.simulation.clock();
         // Wait for the late writes after a drop, or for the lapse of the lease after a crash.
@@ -345,6 +397,13 @@ impl Stage {
         // The second call must not wait: it takes only the time of its body.
         let own = if ran { 4 * LEASE } else { Duration::ZERO };
         assert!(took <= own, "{context}");
+        // A step that has returned its value before the end is not run again; every other step is.
+        for number in 0..2 {
+            let (had, has) = (steps_before[number], step_effects[number].get());
+            let again = u32::from(ran && self.scenario.has_steps() && !step_returned[number]);
+            let may_be_journaled = had == 1 && has == had;
+            assert!(has == had + again || may_be_journaled, "step {number}: {had} effects, then {has}: {context}");
+        }
         let fail = format!("{:?}", self.policy).contains("on_crash: Fail");
         let interrupted = again == Err(Failure::Idempotency(CallerAnswer::Interrupted));
         let exhausted = again == Err(Failure::Idempotency(CallerAnswer::Exhausted));

@@ -218,6 +218,13 @@ impl History {
         self.ops.iter().any(|op| op.key == key && reopens(op) && landed(op))
     }
 
+    /// Reports whether an operator discarded a result of `key` at one of `events`, and with it the steps of the operation.
+    pub(crate) fn was_discarded(&self, key: usize, events: impl RangeBounds<u64>) -> bool {
+        let landed = |op: &Op| op.landed.is_some_and(|(event, _)| events.contains(&event));
+        let discards = |op: &Op| matches!(&op.asked, OperationArgs::Decide { action: Action::Discard, .. });
+        self.ops.iter().any(|op| op.key == key && discards(op) && landed(op))
+    }
+
     /// Reports whether an operator had the record of `key` forgotten, so that its attempts count from 1 again.
     pub(crate) fn was_forgotten(&self, key: usize) -> bool {
         self.ops.iter().any(|op| {

@@ -68,6 +68,15 @@ pub(crate) enum Check {
     Reconciled,
     /// A bank charges at most once if the reconciler is right, and has charged for each result.
     Charged,
+    /// No later attempt runs a step whose entry is in the record. A step runs again only if a fault has cut it off before
+    /// its entry was confirmed.
+    StepAgain,
+    /// An append removes no entry from the record.
+    StepKept,
+    /// A step returns the value of the run that it names, and only after its entry is in the record.
+    StepReturned,
+    /// An operation that has succeeded has run each of its steps.
+    StepMissing,
     /// Every call returns.
     Stuck,
 }
@@ -118,6 +127,24 @@ pub(crate) struct Run {
     pub(crate) blocks: bool,
     /// Event at which the last value of the body was dropped.
     pub(crate) values_dropped: Option<u64>,
+    /// True if the body went on after a step that has returned no value.
+    pub(crate) skips_steps: bool,
+}
+
+/// One run of the body of a step.
+#[derive(Clone, Debug)]
+pub(crate) struct StepRun {
+    pub(crate) run: usize,
+    pub(crate) step: u8,
+    /// Value of the step, which no other run of a step has.
+    pub(crate) value: String,
+    /// Start of the step, as a number in the order of all events.
+    pub(crate) started: u64,
+    pub(crate) started_at: u64,
+    pub(crate) effect: Option<u64>,
+    pub(crate) returned: Option<u64>,
+    /// True if the body dropped the step.
+    pub(crate) dropped: bool,
 }
 
 /// One run of a reconciler.
@@ -170,6 +197,8 @@ pub(crate) struct Terms {
     pub(crate) max_attempts: Option<u32>,
     pub(crate) on_store_error: OnStoreError,
     pub(crate) max_result_bytes: usize,
+    /// Number of steps of the body.
+    pub(crate) steps: u8,
 }
 
 /// Longest pause between two requests of a clean-up.
@@ -213,6 +242,7 @@ pub(crate) struct Call {
 pub(crate) struct Ledger {
     pub(crate) calls: Vec<Call>,
     pub(crate) runs: Vec<Run>,
+    pub(crate) steps: Vec<StepRun>,
     pub(crate) inquiries: Vec<Inquiry>,
     /// Killed processes, and the times at which they were killed.
     pub(crate) kills: Vec<(usize, u64)>,
@@ -286,9 +316,96 @@ impl Ledger {
             ended_at: u64::MAX,
             blocks: false,
             values_dropped: None,
+            skips_steps: false,
         });
         self.believe(net, call, attempt);
         self.runs.len() - 1
+    }
+
+    /// Enters the start of a step in the books.
+    pub(crate) fn start_step(&mut self, net: &Net, run: usize, step: u8, value: String) -> usize {
+        net.count("steps");
+        let (started, started_at) = (net.history().event(), net.now());
+        net.history().note(format!("step {value} starts"));
+        let (effect, returned, dropped) = (None, None, false);
+        self.steps.push(StepRun { run, step, value, started, started_at, effect, returned, dropped });
+        self.steps.len() - 1
+    }
+
+    pub(crate) fn step_effect(&mut self, net: &Net, step_run: usize) {
+        let value = &self.steps[step_run].value;
+        net.history().note(format!("effect of step {value}"));
+        self.steps[step_run].effect = Some(net.history().event());
+    }
+
+    /// Enters that the body of `run` got `value` from its step `step`, and checks that the record has this value.
+    pub(crate) fn step_returns(&mut self, net: &Net, run: usize, step: u8, value: &str) {
+        let event = net.history().event();
+        net.history().note(format!("step {step} of run {run} returns {value}"));
+        let key = self.calls[self.runs[run].call].key;
+        let attempt = self.runs[run].attempt;
+        let of_key = |it: &StepRun| self.calls[self.runs[it.run].call].key == key;
+        let found = self.steps.iter().position(|it| of_key(it) && it.step == step && it.value == value);
+        let Some(found) = found else {
+            return self.find(Check::StepReturned, key, format!("no step {step} has made the value {value}"));
+        };
+        let source = &mut self.steps[found];
+        if source.run == run {
+            source.returned = Some(event);
+        } else {
+            net.count("steps of earlier attempts");
+        }
+        let source = self.steps[found].clone();
+        let is_earlier = source.run == run || self.runs[source.run].attempt < attempt;
+        let is_journaled = attempt == 0 || net.was_journaled(&net.history().key_of(key), value);
+        if source.effect.is_none() || !is_earlier || !is_journaled {
+            let text = format!("step {step} of attempt {attempt} returned {source:?}; journaled: {is_journaled}");
+            self.find(Check::StepReturned, key, text);
+        }
+    }
+
+    /// Checks that steps run again only if they may.
+    fn steps(&self, net: &Net, key: usize, runs: &[&Run], met: &[Met], find: &mut impl FnMut(Check, String)) {
+        let name = net.history().key_of(key);
+        let steps: Vec<_> = self
+            .steps
+            .iter()
+            .map(|step| (step, &self.runs[step.run]))
+            .filter(|(_, run)| self.calls[run.call].key == key && run.attempt > 0)
+            .collect();
+        for (step, run) in &steps {
+            let call = &self.calls[run.call];
+            let is_kept = step.returned.is_some() || net.was_journaled(&name, &step.value);
+            let again = steps.iter().filter(|(later, its)| later.step == step.step && its.attempt > run.attempt);
+            for (later, its) in again {
+                if net.history().was_discarded(key, step.started..later.started) {
+                    continue;
+                }
+                net.count("steps that ran again");
+                let is_cut_off =
+                    !matches!(run.ended, Some((_, BodyEnd::Value(_) | BodyEnd::Error { .. } | BodyEnd::Doubtful(_))));
+                let is_excused = is_cut_off
+                    || step.dropped
+                    || net.history().was_broken(key, run.attempt, later.started)
+                    || self.disturbed(net, met, call.process, call.made_at, later.started_at);
+                let has_effect = step.effect.is_some_and(|effect| effect < later.started);
+                if is_kept || (has_effect && !is_excused) {
+                    find(Check::StepAgain, format!("{step:?} of {run:?} is run again: {later:?} of {its:?}"));
+                }
+            }
+        }
+        for run in runs.iter().filter(|run| run.attempt > 0 && !run.skips_steps) {
+            let call = &self.calls[run.call];
+            let Some((_, CallEnd::Returned(Ok(_), outcome))) = &call.end else { continue };
+            let ran = |number| {
+                steps
+                    .iter()
+                    .any(|(step, its)| step.step == number && step.effect.is_some() && its.attempt <= run.attempt)
+            };
+            if outcome.executed() && !(0..call.terms.steps).all(ran) {
+                find(Check::StepMissing, format!("{run:?} of {call:?} has succeeded without a step"));
+            }
+        }
     }
 
     /// Enters the start of a reconciler in the books.
@@ -464,6 +581,7 @@ impl Ledger {
             Self::fencing(net, key, &runs, &mut find);
             Self::values(net, key, &runs, &mut find);
             self.effects(net, key, &runs, &met, &mut find);
+            self.steps(net, key, &runs, &met, &mut find);
             self.answers(net, key, &runs, &met, &mut find);
             self.unbegun(net, key, &runs, &met, &mut find);
             self.returned(net, key, &runs, &mut find);
@@ -471,6 +589,9 @@ impl Ledger {
         }
         for (key, text) in net.overslept() {
             findings.push(Finding { check: Check::Woken, key: net.history().key(&key), text });
+        }
+        for (key, text) in net.shortened() {
+            findings.push(Finding { check: Check::StepKept, key: net.history().key(&key), text });
         }
         for (key, text) in net.trespasses() {
             findings.push(Finding { check: Check::Decided, key: net.history().key(&key), text });
@@ -877,6 +998,9 @@ impl Ledger {
             writeln!(text, "  call {n}: {call:?}").unwrap();
             for run in self.runs.iter().filter(|run| run.call == n) {
                 writeln!(text, "    {run:?}").unwrap();
+            }
+            for step in self.steps.iter().filter(|step| self.runs[step.run].call == n) {
+                writeln!(text, "    {step:?}").unwrap();
             }
             for inquiry in self.inquiries.iter().filter(|inquiry| inquiry.call == n) {
                 writeln!(text, "    {inquiry:?}").unwrap();

@@ -155,7 +155,8 @@ impl Loss {
     pub(crate) fn refuses(&self, request: &Request, now: u64) -> Option<StoreError> {
         let needed = match request {
             Request::Begin(_) => Right::Begin,
-            Request::Renew(_) => Right::Renew,
+            // A journal is also a renewal.
+            Request::Renew(_) | Request::Append(..) => Right::Renew,
             Request::Finish(..) => Right::Finish,
             _ => return None,
         };

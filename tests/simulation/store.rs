@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
+use bytes::Bytes;
 use idem_runtime::clock::Clock;
 use idem_runtime::record::{Record, StoredResult};
 use idem_runtime::store::{
@@ -70,6 +71,10 @@ pub(crate) enum DeliberateBreak {
     UnknownIsDone,
     /// An uncertain error frees its key, as if the engine treated it like another error.
     DoubtsAreReleased,
+    /// An append is confirmed but not executed, as if a step returned its value before its entry is in the record.
+    AppendsNothing,
+    /// A reservation comes without the journal of earlier attempts, as if the engine ran each step in each attempt.
+    JournalsAreDropped,
     /// A reconciler runs under the number of the attempt in doubt, as if the engine reserved no attempt for it.
     ReconcilersRepeatTheNumber,
 }
@@ -130,6 +135,10 @@ pub(crate) struct Net {
     overslept: Mutex<Vec<(Key, String)>>,
     /// Decisions that the store applied while an attempt was running.
     trespasses: Mutex<Vec<(Key, String)>>,
+    /// Journals that records had after an append.
+    journals: Mutex<Vec<(Key, Bytes)>>,
+    /// Appends after which a record had fewer entries than before.
+    shortened: Mutex<Vec<(Key, String)>>,
 }
 
 impl Net {
@@ -156,6 +165,8 @@ impl Net {
             jumps: Mutex::default(),
             overslept: Mutex::default(),
             trespasses: Mutex::default(),
+            journals: Mutex::default(),
+            shortened: Mutex::default(),
         }
     }
 
@@ -215,8 +226,19 @@ impl Net {
         self.overslept.lock().unwrap().clone()
     }
 
+    pub(crate) fn shortened(&self) -> Vec<(Key, String)> {
+        self.shortened.lock().unwrap().clone()
+    }
+
     pub(crate) fn trespasses(&self) -> Vec<(Key, String)> {
         self.trespasses.lock().unwrap().clone()
+    }
+
+    /// Reports whether the journal of `key` has had an entry with `value`, a text that only one step has returned.
+    pub(crate) fn was_journaled(&self, key: &Key, value: &str) -> bool {
+        let written = format!("\"{value}\"");
+        let has = |journal: &Bytes| journal.windows(written.len()).any(|part| part == written.as_bytes());
+        self.journals.lock().unwrap().iter().any(|(it, journal)| it == key && has(journal))
     }
 
     /// Number of the pending attempt of `key`.
@@ -583,6 +605,7 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
     let pretended = match (net.prank, request) {
         (DeliberateBreak::FinishesNothing, Request::Finish(..))
         | (DeliberateBreak::ReleasesNothing, Request::Release(..))
+        | (DeliberateBreak::AppendsNothing, Request::Append(..))
         | (DeliberateBreak::MarksNothing, Request::Begin(_)) => Some(Reply::Writes(vec![Verdict::Applied])),
         (DeliberateBreak::ReleasesNothingAfterOutages, request) if frees(request) && net.was_cut_off(process) => {
             Some(Reply::Writes(vec![Verdict::Applied]))
@@ -609,6 +632,11 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
         Request::Decide(decision) if decision.action != Action::BreakLease && is_live(&decision.key) => Some(decision),
         _ => None,
     };
+    let journal = |lease: &Lease| net.truth(&lease.key).and_then(|found| found.record.journal);
+    let before = match request {
+        Request::Append(lease, _) => journal(lease),
+        _ => None,
+    };
     let mut answer = match (pretended, net.prank, request) {
         (Some(reply), ..) => Ok(reply),
         (None, DeliberateBreak::DoubtsAreReleased, Request::Release(lease, Release::Interrupted)) => {
@@ -616,6 +644,15 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
         }
         _ => request.ask(store).await,
     };
+    if let Request::Append(lease, _) = request
+        && let Some(journal) = journal(lease)
+    {
+        if before.is_some_and(|before| !journal.bytes().starts_with(before.bytes())) {
+            let text = format!("{journal:?} replaces a longer or another journal");
+            net.shortened.lock().unwrap().push((lease.key.clone(), text));
+        }
+        net.journals.lock().unwrap().push((lease.key.clone(), journal.bytes().clone()));
+    }
     if let (Request::Begin(_), Ok(Reply::Writes(verdicts))) = (request, &answer) {
         net.history().ops[ops[0]].applied = verdicts[0] == Verdict::Applied;
     }
@@ -660,6 +697,11 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
     ) = (net.prank, &mut answer)
     {
         lease.attempt -= 1;
+    }
+    if let (DeliberateBreak::JournalsAreDropped, Ok(Reply::Reservation(Reservation::Granted { journal, .. }))) =
+        (net.prank, &mut answer)
+    {
+        *journal = None;
     }
     (answer, (at, said))
 }

@@ -109,6 +109,9 @@ const SINGLES: u64 = 0x6f6e_6365;
 /// Like [`DECIDERS`], for the dice of banks and reconcilers.
 const BANKS: u64 = 0x7469_6c6c;
 
+/// Like [`DECIDERS`], for the dice of steps.
+const STEPS: u64 = 0x7061_7274;
+
 /// Longest pause before another try of a late write that outlasts its lease, plus the time of that try.
 const LATE_WRITES: Duration = Duration::from_secs(15);
 
@@ -181,6 +184,8 @@ pub(crate) struct Shared {
     /// Dice of outages.
     outages: Option<Dice>,
     losses: Option<Dice>,
+    /// Dice of steps.
+    steps: Option<Dice>,
     pub(crate) charges: Charges,
     pub(crate) ledger: RefCell<Ledger>,
     pub(crate) operations: Vec<Operation>,
@@ -365,6 +370,8 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
     };
     let steps = dice.between(1, 5);
     let effect_at = dice.between(0, steps - 1);
+    let parts = Parts { running: &running, name: &name, longest };
+    let parts_at = world.steps.as_ref().map(|dice| dice.between(0, steps - 1));
     let mut charged = None;
     for step in 0..steps {
         match dice.between(0, 5) {
@@ -397,6 +404,16 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
             // `panic!` would print a message.
             std::panic::resume_unwind(Box::new("a body panics"));
         }
+        if parts_at == Some(step)
+            && let Err(error) = parts.run_all().await
+        {
+            // A handler returns the error, or an error of its own. A charge that was requested may happen.
+            if requested.get() || world.parts_dice().chance(500) {
+                return fail(false);
+            }
+            running.end(BodyEnd::Error { text: error.text(), lasting: false });
+            return Err(error);
+        }
         if step == effect_at
             && let Some(bank) = delivery.operation().bank
         {
@@ -427,6 +444,100 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
     Ok(value)
 }
 
+/// Steps of a body: parts of the handler whose values are journaled.
+struct Parts<'a> {
+    running: &'a Running<'a>,
+    /// Name of the body.
+    name: &'a str,
+    /// Longest pause of a body.
+    longest: Duration,
+}
+
+impl Parts<'_> {
+    /// Runs the steps one after the other, or joined.
+    async fn run_all(&self) -> Result<(), Failure> {
+        let delivery = self.running.delivery;
+        let (world, count) = (&delivery.world, delivery.operation().terms.steps);
+        let dice = world.parts_dice();
+        if dice.chance(400) {
+            let ended = futures::future::join_all((0..count).map(|step| self.run(step))).await;
+            return ended.into_iter().collect();
+        }
+        for step in 0..count {
+            if let Err(error) = self.run(step).await {
+                // Some handlers go on without the value.
+                if !dice.chance(300) {
+                    return Err(error);
+                }
+                world.ledger.borrow_mut().runs[self.running.run].skips_steps = true;
+            }
+            if dice.chance(300) {
+                world.net.clock.sleep(dice.up_to(self.longest / 2)).await;
+                self.running.believe();
+            }
+        }
+        Ok(())
+    }
+
+    async fn run(&self, step: u8) -> Result<(), Failure> {
+        let Running { delivery, run, attempt, .. } = self.running;
+        let World(shared) = &delivery.world;
+        let Shared { net, ledger, mishaps, .. } = &**shared;
+        let dice = delivery.world.parts_dice();
+        let number = Cell::new(None);
+        let running = attempt.step(("part", step)).run(async |_| {
+            let value = format!("{}#{step}", self.name);
+            let started = ledger.borrow_mut().start_step(net, *run, step, value.clone());
+            number.set(Some(started));
+            match dice.between(0, 3) {
+                0 => {}
+                1 => yield_now().await,
+                _ => net.clock.sleep(dice.up_to(self.longest / 2)).await,
+            }
+            if net.is_stormy() && dice.chance(mishaps.errors) {
+                return Err(Failure::Passing(value));
+            }
+            ledger.borrow_mut().step_effect(net, started);
+            match dice.between(0, 3) {
+                0 => yield_now().await,
+                1 => net.clock.sleep(dice.up_to(self.longest / 4)).await,
+                _ => {}
+            }
+            Ok::<_, Failure>(value)
+        });
+        let patience = async {
+            match net.is_stormy() && dice.chance(100) {
+                true => net.clock.sleep(dice.up_to(self.longest / 2)).await,
+                false => std::future::pending().await,
+            }
+        };
+        let ended = match select(pin!(running), pin!(patience)).await {
+            Either::Left((ended, _)) => ended,
+            Either::Right(_) => {
+                net.count("steps that their body dropped");
+                if let Some(number) = number.get() {
+                    ledger.borrow_mut().steps[number].dropped = true;
+                }
+                ledger.borrow_mut().runs[*run].skips_steps = true;
+                return Ok(());
+            }
+        };
+        self.running.believe();
+        match &ended {
+            Ok(value) => ledger.borrow_mut().step_returns(net, *run, step, value),
+            Err(Failure::Idempotency(error)) => {
+                net.count("steps whose entry was not confirmed");
+                if let Error::Step { .. } = **error {
+                    let text = format!("step {step} of run {run} is refused: {error}");
+                    ledger.borrow_mut().find(Check::StepMissing, delivery.operation, text);
+                }
+            }
+            Err(_) => net.count("errors of steps"),
+        }
+        ended.map(drop)
+    }
+}
+
 /// Calls the handler of `delivery`, counts its outcome, and enters the end of the call in the books.
 async fn call_once(delivery: &Delivery) -> Result<String, Failure> {
     let values = Values { world: delivery.world.clone(), call: delivery.call };
@@ -445,6 +556,11 @@ async fn call_once(delivery: &Delivery) -> Result<String, Failure> {
 impl World {
     pub(crate) fn count(&self, what: &'static str) {
         *self.counts.borrow_mut().entry(what).or_default() += 1;
+    }
+
+    /// Dice of a world whose bodies have steps.
+    fn parts_dice(&self) -> &Dice {
+        self.steps.as_ref().expect("a world with steps")
     }
 
     fn count_outcome(&self, result: &Result<String, Failure>, outcome: &idem_runtime::Outcome) {
@@ -891,6 +1007,12 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
     for operation in operations.iter_mut().filter(|_| singles.chance(100)) {
         operation.terms.max_attempts = Some(1);
     }
+    let steps = Some(Dice::new(seed ^ STEPS)).filter(|dice| dice.chance(300));
+    if let Some(dice) = &steps {
+        for operation in operations.iter_mut().filter(|_| dice.chance(800)) {
+            operation.terms.steps = dice.pick(&[1, 2, 3]);
+        }
+    }
     let banks = Dice::new(seed ^ BANKS);
     if banks.chance(300) {
         for operation in operations.iter_mut().filter(|_| banks.chance(800)) {
@@ -924,6 +1046,7 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         decider: Some(Dice::new(seed ^ DECIDERS)).filter(|dice| dice.chance(300)),
         outages,
         losses,
+        steps,
         charges: Charges::new(banks, operations.len()),
         ledger: RefCell::default(),
         operations,
@@ -955,6 +1078,7 @@ fn operations(dice: &Dice, lease: Duration) -> Vec<Operation> {
             max_attempts: dice.pick(&[None, None, Some(2), Some(4)]),
             on_store_error: dice.pick(&[OnStoreError::Fail, OnStoreError::Fail, OnStoreError::Fail, OnStoreError::Run]),
             max_result_bytes: 60,
+            steps: 0,
         };
         let key = Key::new("simulation", format!("k{n}")).expect("valid");
         let inner = (nested && n < count).then_some(count);
