@@ -352,11 +352,13 @@ pub(crate) struct StepsOfCall {
     /// Time of the first append of the present try; `None` if no append is under way.
     pub(crate) since: Option<u8>,
     pub(crate) append: Append,
+    /// True if a step has returned an error instead of its value.
+    pub(crate) failed: bool,
 }
 
 impl StepsOfCall {
     pub(crate) const NONE: Self =
-        Self { journal: Journal::EMPTY, confirmed: 0, next: 0, since: None, append: Append::None };
+        Self { journal: Journal::EMPTY, confirmed: 0, next: 0, since: None, append: Append::None, failed: false };
 }
 
 /// State of the append whose answer the body awaits.

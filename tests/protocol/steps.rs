@@ -57,6 +57,10 @@ pub(crate) enum Action {
     HearsAppend(CallId),
     /// The body is polled, and gets an error instead of an answer to an append, which may still arrive.
     AppendFails(CallId),
+    /// The body is polled, and gets the answer that the store can't execute an append at present.
+    AppendIsTurnedAway(CallId),
+    /// The body is polled, and gets the answer that the store will never execute an append.
+    AppendIsRefusedForGood(CallId),
     /// A second copy of an append is under way.
     DoublesAppend(CallId),
     /// The body drops a step that has ended and whose append is under way, and goes on.
@@ -274,7 +278,13 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
                     }
                     match append {
                         Append::None => {}
-                        Append::Sent { .. } if left.faults > 0 => actions.push(Action::AppendFails(who)),
+                        Append::Sent { .. } if left.faults > 0 => {
+                            actions.push(Action::AppendFails(who));
+                            if config.refusals {
+                                actions.push(Action::AppendIsTurnedAway(who));
+                                actions.push(Action::AppendIsRefusedForGood(who));
+                            }
+                        }
                         Append::Sent { .. } => {}
                         Append::Answered { .. } => {
                             actions.push(Action::HearsAppend(who));
@@ -518,6 +528,12 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
         Action::AppendFails(who) => {
             world.left.faults -= u8::from(world.call(who).steps.append != Append::Cut);
             append_fails(config, world, who, Trouble::Unknown);
+        }
+        Action::AppendIsTurnedAway(who) | Action::AppendIsRefusedForGood(who) => {
+            world.left.faults -= 1;
+            let is_final = matches!(action, Action::AppendIsRefusedForGood(_));
+            world.call_mut(who).steps.append = Append::None;
+            append_fails(config, world, who, if is_final { Trouble::Fatal } else { Trouble::Unavailable });
         }
         Action::DoublesAppend(who) => {
             world.left.duplicates -= 1;
@@ -1236,7 +1252,7 @@ fn gives_up_append(config: &Config, world: &mut World, who: CallId) {
     if left_out {
         call.steps.journal = Journal::of(call.steps.journal.entries().take(call.steps.confirmed.into()));
     }
-    (call.steps.append, call.steps.since) = (Append::None, None);
+    (call.steps.append, call.steps.since, call.steps.failed) = (Append::None, None, true);
     call.phase = Phase::Body { polled: true };
 }
 
@@ -1468,6 +1484,8 @@ pub(crate) fn returns(config: &Config, world: &mut World, who: CallId, ok: bool)
             Ending::Release(ReleaseKind::Interrupted)
         }
         (false, false) => Ending::Release(ReleaseKind::Returned),
+        // A step without a value may have caused the error, and the next delivery may succeed.
+        (false, true) if world.call(who).steps.failed => Ending::Release(ReleaseKind::Returned),
         _ => Ending::Finish { kept: ModelResult::Stored(who), ok },
     };
     let call = world.call_mut(who);

@@ -14,11 +14,11 @@ use std::time::Duration;
 use idem_runtime::clock::{Clock, ManualClock, SystemClock};
 use idem_runtime::record::{Record, State, StoredResult};
 use idem_runtime::store::{
-    Answers, Finish, Lease, Release, Reservation, ReserveRequest, StoreFuture, Verdict, forward, renew_all,
+    Answers, Finish, Journal, Lease, Release, Reservation, ReserveRequest, StoreFuture, Verdict, forward, renew_all,
 };
 use idem_runtime::{
     Error, InProgress, Key, MemoryStore, Mode, OnCrash, OnError, OnStoreError, Operation, Outcome, Policy,
-    Reconciliation, Store, StoreError, StoreErrorKind, observe,
+    Reconciliation, Store, StoreError, StoreErrorKind, current, observe,
 };
 use idem_tests::Reopen as _;
 use proptest::bool::weighted;
@@ -31,8 +31,8 @@ use tokio::sync::oneshot;
 use super::config::{Config, Plan};
 use super::mutants::Mutant;
 use super::state::{
-    Answer, Beat, CallId, Class, Done, Ending, Entry, Journal, Line, ModelResult, Phase, ReleaseKind, Request,
-    RequestKind, Slot, World, holder,
+    Answer, Append, Beat, CallId, Class, Done, Ending, Entry, Journal as ModelJournal, Line, ModelResult, Phase,
+    ReleaseKind, Request, RequestKind, Slot, World, holder,
 };
 use super::steps::{Action, pending_request, store_does, take};
 use super::store::{self, End, Reading, TICK, TTL};
@@ -189,13 +189,13 @@ fn numbers(lease: &Lease) -> (u8, u8) {
 /// Reservation that a call of a trace has got: its lease, and the journal of earlier attempts.
 struct Grant {
     lease: Lease,
-    journal: Journal,
+    journal: ModelJournal,
 }
 
 impl Grant {
     /// Returns the grant of a call that has got no reservation yet.
     fn none(request: &ReserveRequest) -> Self {
-        Self { lease: Record::first(request).lease(request), journal: Journal::EMPTY }
+        Self { lease: Record::first(request).lease(request), journal: ModelJournal::EMPTY }
     }
 
     /// Keeps a reservation that the store has granted.
@@ -206,7 +206,7 @@ impl Grant {
     }
 
     /// Returns the journal of the attempt after its own first `entries` steps have ended.
-    fn appended(&self, who: CallId, entries: u8) -> Journal {
+    fn appended(&self, who: CallId, entries: u8) -> ModelJournal {
         let mut journal = self.journal;
         for step in 0..entries {
             journal.add(Entry { step, token: who, attempt: numbers(&self.lease).0 });
@@ -314,6 +314,7 @@ enum Real {
     Reserve(ReserveRequest),
     Begin(Lease),
     Renew(Vec<Lease>),
+    Append(Lease, Journal),
     Finish(Lease, Finish),
     Release(Lease, Release),
 }
@@ -328,6 +329,9 @@ impl Real {
             (Self::Begin(lease), RequestKind::Begin { attempt, .. }) => numbers(lease).0 == attempt,
             (Self::Renew(leases), RequestKind::Renew { attempt, .. }) => {
                 leases.iter().all(|lease| numbers(lease).0 == attempt)
+            }
+            (Self::Append(lease, journal), RequestKind::Append { attempt, journal: modelled, .. }) => {
+                numbers(lease).0 == attempt && entries(Some(journal)) == usize::from(modelled.len())
             }
             (Self::Finish(lease, finish), RequestKind::Finish { ok, kept, attempt, .. }) => {
                 numbers(lease).0 == attempt
@@ -345,10 +349,20 @@ impl Real {
             Self::Reserve(request) => drop(store.reserve(request).await.unwrap()),
             Self::Begin(lease) => drop(store.begin(lease).await.unwrap()),
             Self::Renew(leases) => drop(renew_all(store, leases).await.unwrap()),
+            Self::Append(lease, journal) => drop(store.append(lease, journal).await.unwrap()),
             Self::Finish(lease, finish) => drop(store.finish(lease, finish).await.unwrap()),
             Self::Release(lease, release) => drop(store.release(lease, *release).await.unwrap()),
         }
     }
+}
+
+/// Name of the steps of the engine's body, as a journal has it.
+const STEP: &str = "part";
+
+/// Number of entries of a journal that the engine has written.
+fn entries(journal: Option<&Journal>) -> usize {
+    let name = format!("{STEP}[");
+    journal.map_or(0, |journal| journal.bytes().windows(name.len()).filter(|part| *part == name.as_bytes()).count())
 }
 
 /// Fate of a request.
@@ -393,7 +407,7 @@ impl Scripted {
 }
 
 impl Store for Scripted {
-    forward! { |store| store.inner => namespace, response_timeout, context, append, wait, inspect, decide, purge, list, ping }
+    forward! { |store| store.inner => namespace, response_timeout, context, wait, inspect, decide, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
         Arc::new(self.clone())
@@ -414,6 +428,10 @@ impl Store for Scripted {
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         let renewed = self.ask(Real::Renew(leases.to_vec()), async move { renew_all(&self.inner, leases).await });
         StoreFuture::renewed(answer, renewed)
+    }
+
+    fn append<'a>(&'a self, lease: &'a Lease, journal: &'a Journal) -> StoreFuture<'a, Verdict> {
+        self.ask(Real::Append(lease.clone(), journal.clone()), async move { self.inner.append(lease, journal).await })
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
@@ -495,6 +513,7 @@ struct Pair<'a> {
     late: Vec<(Request, Real)>,
     main: Option<EngineRequest>,
     beat: Option<EngineRequest>,
+    append: Option<EngineRequest>,
     faults: u8,
 }
 
@@ -516,6 +535,11 @@ enum Move {
     LoseRequest,
     TurnAway,
     RefuseForGood,
+    AnswerAppend,
+    LoseAppendAnswer,
+    LoseAppend,
+    TurnAppendAway,
+    RefuseAppendForGood,
     Drop,
     /// Lets the body return at its next poll.
     Return(bool),
@@ -547,6 +571,11 @@ impl<'a> Pair<'a> {
         };
         let run = async move {
             *starts.lock().unwrap() = true;
+            for step in 0..plan.steps {
+                let attempt = current().expect("inside of a handler");
+                // The body goes on after a step that returns an error.
+                let _ = attempt.step((STEP, step)).run(async |_| Ok::<u8, Failure>(step)).await;
+            }
             match returned.await {
                 Ok(true) => Ok(7),
                 _ => Err(Failure::OfTheBody),
@@ -585,6 +614,7 @@ impl<'a> Pair<'a> {
             late: Vec::new(),
             main: None,
             beat: None,
+            append: None,
             faults: 0,
         }
     }
@@ -630,13 +660,28 @@ impl<'a> Pair<'a> {
                 self.stops_waiting();
                 continue;
             }
-            if self.main.is_some() || pending_request(self.config, &self.world, 0).is_none() {
+            let asks = self.main.is_some() || pending_request(self.config, &self.world, 0).is_none();
+            if asks && self.append.is_some() == self.appends() {
                 break;
             }
             let pause = self.clock.next_wake().filter(|pause| *pause < TICK / 2);
             self.clock.advance(pause.unwrap_or_default());
         }
         self.compare().await
+    }
+
+    /// Reports whether the model's body awaits the answer to an append.
+    fn appends(&self) -> bool {
+        matches!(self.world.call(0).steps.append, Append::Sent { .. })
+    }
+
+    /// Keeps the engine's append, whose body is gone or no longer waits, as a late request.
+    fn keep_append(&mut self) {
+        if let Some(asked) = self.append.take()
+            && let Some(request) = self.world.net.iter().find(|it| asked.what.is(it.ask))
+        {
+            self.late.push((*request, asked.what));
+        }
     }
 
     /// Ends the wait of the model's call: by `IsTold` if the record already decides about the call, and otherwise by a
@@ -663,9 +708,10 @@ impl<'a> Pair<'a> {
                 Settled::Unknown => Action::DoesNotKnow(0),
             });
         }
-        if self.phase() == (Phase::Body { polled: true }) {
+        while self.phase() == (Phase::Body { polled: true }) {
             self.ran = true;
-            self.does(Action::Yields(0));
+            let runs = Action::RunsStep(0);
+            self.does(if self.actions().contains(&runs) { runs } else { Action::Yields(0) });
         }
         let actions = self.actions();
         if actions.contains(&Action::TimesOut(0)) {
@@ -692,6 +738,20 @@ impl<'a> Pair<'a> {
                 self.beat = Some(asked);
                 continue;
             }
+            if let Real::Append(..) = asked.what {
+                let call = self.world.call(0);
+                let sent = match call.steps.append {
+                    Append::Sent { journal, .. } => {
+                        Some(RequestKind::Append { sent: 0, attempt: call.attempt, journal })
+                    }
+                    // The body reached its time-out in the poll that sent the append.
+                    _ => self.world.net.iter().map(|it| it.ask).find(|ask| asked.what.is(*ask)),
+                };
+                let is = sent.is_some_and(|sent| asked.what.is(sent));
+                prop_assert!(is, "appends {:?}, the model {:?} in {:?}", asked.what, sent, self.phase());
+                self.append = Some(asked);
+                continue;
+            }
             if let Phase::Waiting { until, woken, .. } = self.phase() {
                 prop_assert!(woken || until <= self.world.now, "waits for no longer: {:?}", asked.what);
                 self.stops_waiting();
@@ -714,8 +774,12 @@ impl<'a> Pair<'a> {
                 | Phase::GivingBack { .. }
                 | Phase::Ending { .. }
         );
+        if !self.appends() {
+            self.keep_append();
+        }
         // The engine and the model must both have a request under way, or both have none.
         prop_assert_eq!(self.main.is_some(), asks, "in {:?}", phase);
+        prop_assert_eq!(self.append.is_some(), self.appends(), "the append in {:?}", phase);
         let told = match phase {
             Phase::Over(told) | Phase::Ending { late: Some(told), .. } => Some(told),
             _ => None,
@@ -760,6 +824,8 @@ impl<'a> Pair<'a> {
             };
             (others, record.attempt, record.attempts_used, state)
         };
+        let journaled = found.as_ref().map_or(0, |it| entries(it.record.journal.as_ref()));
+        prop_assert_eq!(journaled, self.world.slots[0].map_or(0, |slot| slot.journal.len().into()), "entries");
         prop_assert_eq!(found.map(|it| shown(&it.record)), modelled.as_ref().map(shown));
         Ok(())
     }
@@ -771,6 +837,14 @@ impl<'a> Pair<'a> {
             moves.extend([Move::Answer; 8]);
             if faulty {
                 moves.extend([Move::LoseAnswer, Move::LoseRequest, Move::TurnAway, Move::RefuseForGood]);
+            }
+        }
+        // The body gets an answer only while it is polled.
+        if self.append.is_some() && self.actions().contains(&Action::AppendFails(0)) {
+            moves.extend([Move::AnswerAppend; 8]);
+            if faulty {
+                let lost = [Move::LoseAppendAnswer, Move::LoseAppend];
+                moves.extend(lost.into_iter().chain([Move::TurnAppendAway, Move::RefuseAppendForGood]));
             }
         }
         if matches!(self.phase(), Phase::Body { .. }) && self.returns.is_none() {
@@ -849,7 +923,36 @@ impl<'a> Pair<'a> {
                 self.tell_main(Fate::Failed(StoreErrorKind::Corrupt));
                 self.faults += 1;
             }
-            // A dropped call leaves its request under way.
+            Move::AnswerAppend => {
+                self.does(Action::StoreDoesAppend(0));
+                self.does(Action::HearsAppend(0));
+                self.tell_append(Fate::Done);
+            }
+            Move::LoseAppendAnswer => {
+                self.does(Action::StoreDoesAppend(0));
+                self.does(Action::AppendFails(0));
+                self.tell_append(Fate::DoneUnheard);
+                self.faults += 1;
+            }
+            Move::LoseAppend => {
+                self.does(Action::AppendFails(0));
+                let asked = self.append.take().unwrap();
+                let request = self.world.net.iter().find(|it| asked.what.is(it.ask)).expect("under way");
+                self.late.push((*request, asked.what));
+                asked.verdict.send(Fate::Failed(StoreErrorKind::Unconfirmed)).unwrap();
+                self.faults += 1;
+            }
+            Move::TurnAppendAway => {
+                self.does(Action::AppendIsTurnedAway(0));
+                self.tell_append(Fate::Failed(StoreErrorKind::Unavailable));
+                self.faults += 1;
+            }
+            Move::RefuseAppendForGood => {
+                self.does(Action::AppendIsRefusedForGood(0));
+                self.tell_append(Fate::Failed(StoreErrorKind::Corrupt));
+                self.faults += 1;
+            }
+            // A dropped call leaves its requests under way.
             Move::Drop => {
                 let request = pending_request(self.config, &self.world, 0);
                 if let (Some(request), Some(asked)) = (request, self.main.take()) {
@@ -949,6 +1052,10 @@ impl<'a> Pair<'a> {
         real.arrives(&self.store.inner).await;
     }
 
+    fn tell_append(&mut self, verdict: Fate) {
+        self.append.take().unwrap().verdict.send(verdict).unwrap();
+    }
+
     fn tell_main(&mut self, verdict: Fate) {
         self.main.take().unwrap().verdict.send(verdict).unwrap();
     }
@@ -986,9 +1093,10 @@ fn the_models_calls_agree_with_the_engine() {
         proptest::option::of(1..3_u8),
         proptest::option::of(1..4_u8),
         proptest::option::weighted(0.3, 1..6_u8),
+        prop_oneof![2 => Just(0_u8), 1 => 1..3_u8],
     );
     let traces = (plan, any::<bool>(), proptest::collection::vec(any::<u8>(), 1..50));
-    many(6_000, &traces, |((switches, max_attempts, wait, timeout), other_fails, choices)| {
+    many(6_000, &traces, |((switches, max_attempts, wait, timeout, steps), other_fails, choices)| {
         let ([fail, record_errors, too_large], open, shadow, asks, doubts) = switches;
         let on_crash = |fail| if fail { OnCrash::Fail } else { OnCrash::Retry };
         let plan = Plan {
@@ -1002,6 +1110,8 @@ fn the_models_calls_agree_with_the_engine() {
             max_attempts,
             wait,
             timeout,
+            // A call in shadow mode journals nothing.
+            steps: if shadow { 0 } else { steps },
             ..Plan::default()
         };
         let other = Plan { on_crash: on_crash(other_fails), doubts, ..Plan::default() };
