@@ -326,11 +326,7 @@ where
                     let ended = ready!(polling(facts, || running.poll_body(work.as_mut(), cx)));
                     facts.body_ended(Some(running.attempt().lease.duration));
                     // If the body has no result, the call returns an error, and the drop of `held` ends the attempt.
-                    let returned = running.end_of(ended).and_then(|is_ok| match is_ok {
-                        true => running.check_steps().map(|()| true),
-                        false => Ok(false),
-                    });
-                    let is_ok = match returned {
+                    let is_ok = match running.end_of(ended) {
                         Ok(is_ok) => is_ok,
                         Err(error) => {
                             let _held = held.take();
@@ -345,11 +341,8 @@ where
                         // The store handle counts the failures instead.
                         this.seen.again = this.seen.again.max(Some(running.attempt().pause_unprotected(is_ok)));
                     }
-                    if let (false, Some(after)) = (is_ok, running.step_asks_again()) {
-                        this.seen.again = Some(after);
-                    }
                     let doubt = running.doubt();
-                    note_answer(this.seen, doubt);
+                    note_answer(this.seen, doubt, running.step_asks_again());
                     this.seen.progress = Progress::Recording;
                     report(this.seat, || this.seen.clone());
                     let mut ending = held.take().expect("polled just now").ending();
@@ -498,9 +491,10 @@ fn end_of(
     reported
 }
 
-/// Notes the answer of the reconciler, if it was asked.
-fn note_answer(seen: &mut ObservedCall, doubt: DoubtStage) {
+/// Notes the answer of the reconciler, if it was asked. `step`: time until the reconciler of a step may know more.
+fn note_answer(seen: &mut ObservedCall, doubt: DoubtStage, step: Option<Duration>) {
     seen.reconciled = doubt == DoubtStage::Done;
+    seen.again = step.or(seen.again);
     if doubt == DoubtStage::Unresolved {
         seen.again = Some(ask_again());
     }

@@ -187,7 +187,7 @@ impl HeldAttempt {
     ///
     /// # Errors
     /// [`Error::Step`] if the body has made such a step an error. The drop then ends the attempt.
-    pub(super) fn check_steps(&mut self) -> Result<(), Error> {
+    fn check_steps(&mut self) -> Result<(), Error> {
         let Some(JournalAccess::On(journal)) = self.journal.as_ref().map(|_| self.step_journal()) else {
             return Ok(());
         };
@@ -277,13 +277,15 @@ impl HeldAttempt {
         EndingAttempt { held: self, ending }
     }
 
-    /// Returns whether the body returned `Ok`. If the body was cancelled, returns the error of the call.
+    /// Returns whether the body returned `Ok`. If the body was cancelled, or did not reach a step that it must reach,
+    /// returns the error of the call.
     pub(super) fn end_of(&mut self, ended: BodyExit) -> Result<bool, Error> {
         self.ended = Some(ended);
         let Attempt { store, lease, .. } = self.attempt();
         let (key, store, attempt) = (&lease.key, store.context().name(), lease.attempt);
         match ended {
-            BodyExit::Returned(is_ok) => Ok(is_ok),
+            BodyExit::Returned(true) => self.check_steps().map(|()| true),
+            BodyExit::Returned(false) => Ok(false),
             BodyExit::LeaseLost => {
                 tracing::warn!(
                     %key, store, attempt,
