@@ -3,8 +3,8 @@
 //!
 //! # Scope of the model
 //!
-//! - *The store* (`protocol/store.rs`): reservations, renewals, appends, completions, releases and reopenings, computed by
-//!   the runtime's own `Record::first`, `Record::admit`, `Record::lease`, `Record::after`, `Record::ended`,
+//! - *The store* (`protocol/store.rs`): reservations, renewals, appends, completions, releases and reopenings, computed
+//!   by the runtime's own `Record::first`, `Record::admit`, `Record::lease`, `Record::after`, `Record::ended`,
 //!   `Finish::state`, `Release::state` and `Journal::later`. Each step is atomic.
 //! - *The calls* (`protocol/steps.rs`): the steps of `engine/` and `store/context/`. A call repeats a reservation with
 //!   the same owner token, or gives it up and releases it. A body runs, returns, is dropped, dies, or is stopped by its
@@ -92,7 +92,8 @@ macro_rules! configurations {
 configurations! {
     lost crashes beats polls stuck_keys hangs endings drops drops_in_one_step late_takeovers at_most_once late_landings late_landings_counted one_side_fails reconcilers reconcilers_unanswered reconcilers_cleaned_up some_reconcile reconcilers_counted uncertain_errors errors_recorded waiting waits_and_fails waits_in_outages max_attempts
     attempts_refunded first_attempt_lapses fingerprints refusals refused_renewals shadow two_keys three_workers restarts operators two_operators clocks_that_differ
-    late_renewals_between_clocks marks_between_clocks one_value doubled_reservation steps steps_unconfirmed steps_joined steps_doubled steps_reopened steps_between_clocks
+    late_renewals_between_clocks marks_between_clocks one_value doubled_reservation
+    steps steps_unconfirmed steps_joined steps_doubled steps_reopened steps_between_clocks
 }
 
 #[test]

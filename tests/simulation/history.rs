@@ -218,7 +218,7 @@ impl History {
         self.ops.iter().any(|op| op.key == key && reopens(op) && landed(op))
     }
 
-    /// Reports whether an operator discarded a result of `key` at one of `events`, and with it the steps of the operation.
+    /// Reports whether an operator discarded a result of `key` at one of `events`. A discarded operation has no steps.
     pub(crate) fn was_discarded(&self, key: usize, events: impl RangeBounds<u64>) -> bool {
         let landed = |op: &Op| op.landed.is_some_and(|(event, _)| events.contains(&event));
         let discards = |op: &Op| matches!(&op.asked, OperationArgs::Decide { action: Action::Discard, .. });

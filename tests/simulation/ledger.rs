@@ -68,8 +68,8 @@ pub(crate) enum Check {
     Reconciled,
     /// A bank charges at most once if the reconciler is right, and has charged for each result.
     Charged,
-    /// No later attempt runs a step whose entry is in the record. A step runs again only if a fault has cut it off before
-    /// its entry was confirmed.
+    /// No later attempt runs a step whose entry is in the record. A step runs again only if a fault has cut it off
+    /// before its entry was confirmed.
     StepAgain,
     /// An append removes no entry from the record.
     StepKept,
