@@ -82,6 +82,7 @@ struct Change {
 /// With `--step`, records the end of a step in doubt, and allows the next delivery to run again.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES, group = clap::ArgGroup::new("end").required(true))]
+#[expect(clippy::struct_excessive_bools, reason = "each is an option")]
 pub(crate) struct Resolve {
     /// The key, as `<scope>/<text>`
     key: String,

@@ -312,8 +312,8 @@ const REPLACE: [Type; 19] = [
 ];
 
 /// Parameters of a decision: key, new owner, state, attempts used, codec, result and its size, then the second to sixth
-/// parameter of [`FORGET`], the operator and the reason, whether the body had begun, whether the journal changes, and the
-/// length of the journal that was read.
+/// parameter of [`FORGET`], the operator and the reason, whether the body had begun, whether the journal changes, and
+/// the length of the journal that was read.
 const DECIDE: [Type; 17] = [
     Type::TEXT,
     Type::BYTEA,
