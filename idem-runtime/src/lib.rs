@@ -169,8 +169,8 @@ pub mod future {
 /// [`Attempt::step`].
 pub mod step {
     pub use crate::engine::{
-        Always, FailOnDoubt, Irreversible, Never, Reaction, ReconcileOnDoubt, RerunOnDoubt, RetriedStep, Step,
-        StepBuilder, StepDoubt, StepName, UncertainIf,
+        Always, AskDoubt, FailOnDoubt, Irreversible, Never, Reaction, ReconcileOnDoubt, RerunOnDoubt, RetriedStep,
+        Step, StepBuilder, StepDoubt, StepName, UncertainIf,
     };
     pub use crate::error::StepProblem;
 }

@@ -1,5 +1,5 @@
-//! Requirements of the conformance suite of AWS Lambda durable functions that no other test covers; docs/steps.md has the
-//! table. <https://github.com/aws/aws-durable-execution-conformance-tests>
+//! Requirements of the conformance suite of AWS Lambda durable functions that no other test covers; docs/steps.md has
+//! the table. <https://github.com/aws/aws-durable-execution-conformance-tests>
 
 use std::collections::BTreeMap;
 

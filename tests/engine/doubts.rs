@@ -243,6 +243,96 @@ async fn a_step_in_doubt_is_never_recorded_as_the_end_of_its_operation() {
     }
 }
 
+/// The error of another part of the handler must not end an operation whose step is in doubt: the journal would be lost.
+#[tokio::test]
+async fn no_error_of_the_handler_ends_an_operation_with_a_step_in_doubt() {
+    let (world, effects) = (World::new(), Effects::default());
+    // A step that loses a race under `fail`.
+    let body = async {
+        let wire = wire().map_err(Failure::from)?.fail();
+        let wire = wire.run(async |step| {
+            effects.happen(step.child_key());
+            std::future::pending::<Result<u32, Failure>>().await
+        });
+        let stock = async {
+            yields(2).await;
+            Err::<u32, _>(Failure::Declined(1))
+        };
+        futures::try_join!(wire, stock).map(|(wired, _)| wired)
+    };
+    let ended = world.operation(POLICY).record_errors().run(body).await;
+    assert!(matches!(ended, Err(Failure::Declined(1))), "{ended:?}");
+    assert_eq!(world.state().await, State::Interrupted);
+
+    // A step that an earlier attempt left in doubt, and that this attempt does not reach.
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async { wire()?.fail().run(async |step| effect_then_death(&effects, step.child_key()).await).await };
+    world.dies_in(body).await;
+    let body = async { Err::<u32, _>(Failure::Declined(2)) };
+    world.operation(POLICY).record_errors().run(body).await.unwrap_err();
+    assert!(world.memory.inspect(&World::key("k")).await.unwrap().unwrap().record.journal.is_some());
+    assert_ne!(world.state().await.name(), "failed");
+}
+
+#[tokio::test]
+async fn a_step_in_doubt_interrupts_its_operation_from_a_spawned_task_too() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async { wire()?.fail().run(async |step| effect_then_death(&effects, step.child_key()).await).await };
+    world.dies_in(body).await;
+    let body = async {
+        let attempt = current().map_err(Failure::from)?;
+        let task = tokio::spawn(async move { attempt.step("wire").fail().run(async |_| Ok::<_, Error>(1_u32)).await });
+        task.await.unwrap().map_err(Failure::from)
+    };
+    world.operation(POLICY).record_errors().run(body).await.unwrap_err();
+    assert_eq!(world.state().await, State::Interrupted);
+}
+
+#[tokio::test]
+async fn a_body_after_a_reconciler_is_fenced_by_an_entry() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async { wire()?.fail().run(async |step| effect_then_death(&effects, step.child_key()).await).await };
+    world.dies_in(body).await;
+    world.store.always(StoreCall::Append, Fault::Before(StoreErrorKind::Unavailable));
+    let body = async {
+        let wire = wire()?.reconcile(async |_| Ok(Reconciliation::NotDone));
+        wire.run(async |step| Ok(effects.happen(step.child_key()))).await
+    };
+    let ended = world.call_of(body).await;
+    assert!(matches!(ended, Err(Error::Store { .. })), "{ended:?}");
+    assert_eq!(effects.count(), 1, "the body did not run");
+    world.store.always(StoreCall::Append, Fault::None);
+    let body = async { wire()?.fail().run(async |step| Ok(effects.happen(step.child_key()))).await };
+    assert!(matches!(problem(world.call_of(body).await), StepProblem::Interrupted { .. }), "still in doubt");
+}
+
+#[tokio::test]
+async fn steps_that_fail_again_and_again_leave_room_for_the_others() {
+    let world = World::new();
+    let body = async {
+        for _ in 0..600 {
+            wire()?.fail().run(async |_| Err::<u32, _>(Error::NoAttempt)).await.unwrap_err();
+        }
+        current()?.step("other").run(async |_| Ok::<_, Error>(7_u32)).await
+    };
+    assert_eq!(world.call_of(body).await.unwrap(), 7);
+}
+
+#[tokio::test]
+async fn a_step_that_is_not_polled_holds_up_no_other_step() {
+    let world = World::new();
+    let body = async {
+        let attempt = current()?;
+        world.store.next(StoreCall::Append, Fault::Slow(100));
+        let mut charge = Box::pin(attempt.step("charge").run(async |_| Ok::<_, Error>(1_u32)));
+        assert!(poll_once(charge.as_mut()).await.is_pending());
+        // `charge` writes its entry, and is not polled while the next step runs.
+        let progress = attempt.step("progress").run(async |_| Ok::<_, Error>(2_u32)).await?;
+        Ok(progress + charge.await?)
+    };
+    assert_eq!(world.call_of(body).await.unwrap(), 3);
+}
+
 #[tokio::test]
 async fn a_beginning_that_is_not_confirmed_runs_no_body() {
     for fault in [Fault::Before(StoreErrorKind::Unavailable), Fault::After] {
@@ -351,6 +441,23 @@ async fn a_renamed_step_continues_under_its_new_name() {
         refund.run(async |step| Ok(effects.happen(step.child_key()))).await
     };
     assert_eq!(world.call_of(body).await.unwrap(), 4, "the certain error has ended the doubt under the old name");
+    // A doubt under the old name ends with the step under its new name.
+    let world = World::new();
+    let body = async {
+        current()?.step("pay").fail().run(async |step| effect_then_death(&effects, step.child_key()).await).await
+    };
+    world.dies_in(body).await;
+    let body = async {
+        let charge = current()?.step("charge").was("pay").reconcile(async |_| Ok(Reconciliation::Done(9_u32)));
+        charge.run(async |_| Ok::<_, Error>(0)).await?;
+        Err::<u32, _>(Error::NoAttempt)
+    };
+    assert!(world.call_of(body).await.is_err());
+    let strict = async {
+        current()?.strict_steps();
+        current()?.step("charge").fail().run(async |_| Ok::<_, Error>(0_u32)).await
+    };
+    assert_eq!(world.call_of(strict).await.unwrap(), 9);
     let keys = effects.0.lock().unwrap();
     assert_eq!(keys[1], keys[3]);
 }

@@ -148,3 +148,19 @@ async fn with_sqlx_a_step_and_its_row_commit_together() {
     .await;
     assert_eq!((fulfilled, bank.payments().await), (2, 2), "one payment with each release of the driver");
 }
+
+#[tokio::test]
+async fn without_a_reservation_a_step_runs_each_time_in_its_transaction() {
+    let till = Till::new();
+    for _ in 0..2 {
+        let mut connection = till.connection();
+        let tx = begin(&mut connection);
+        let body = async {
+            let debit = current()?.step("debit").within(SqliteStore::within(&tx));
+            debit.run(async |_| Ok::<_, Error>(tx.execute("INSERT INTO payments VALUES ('a')", []).unwrap())).await
+        };
+        Operation::new(&MemoryStore::new(), Ok(key("off")), POLICY.mode(Mode::Off)).run(body).await.unwrap();
+        tx.into_inner().commit().unwrap();
+    }
+    assert_eq!(till.payments(), 2);
+}

@@ -41,6 +41,7 @@ use crate::codec::{ResultProblem, RoundTripError};
 use crate::error::{Disposition, Error};
 use crate::policy::{OnUndecodable, Uncertain};
 use crate::record::{Finish, Release, State, StoredResult};
+use crate::store::AfterError;
 
 /// Makes the future of a call of a handler.
 pub(super) fn run<T, E, R, B>(subject: Subject, recorder: R, body: B) -> impl Future<Output = Result<T, E>>
@@ -341,9 +342,8 @@ where
                         // The store handle counts the failures instead.
                         this.seen.again = this.seen.again.max(Some(running.attempt().pause_unprotected(is_ok)));
                     }
-                    let doubt = running.doubt();
-                    note_answer(this.seen, doubt, running.step_asks_again());
-                    this.seen.progress = Progress::Recording;
+                    let steps = running.steps_after_error(is_ok);
+                    let doubt = note_return(this.seen, running.doubt(), steps.ask_again);
                     report(this.seat, || this.seen.clone());
                     let mut ending = held.take().expect("polled just now").ending();
                     if is_ok {
@@ -351,7 +351,8 @@ where
                         // may run.
                         ending.ending = Some(AttemptEnd::Finish(Finish::Completed(StoredResult::Unencodable)));
                     }
-                    this.seen.reported = end_of(&mut ending, (is_ok, doubt), work.as_mut(), *this.max_result_bytes);
+                    this.seen.reported =
+                        end_of(&mut ending, (is_ok, doubt, steps), work.as_mut(), *this.max_result_bytes);
                     facts.reports_doubt(this.seen.reported);
                     // The body is dropped before the write: its variables may be large, or hold locks or permits that
                     // other tasks need.
@@ -455,11 +456,11 @@ fn polling<T>(facts: &mut Facts, poll: impl FnOnce() -> T) -> T {
     polled
 }
 
-/// Sets the end of an attempt whose body or reconciler has returned. Returns who settles the doubt, if the body has
+/// Sets the end of an attempt whose body or reconciler has returned. `steps`: nothing if the body returned `Ok`. Returns who settles the doubt, if the body has
 /// reported a doubt.
 fn end_of(
     ending: &mut EndingAttempt,
-    (is_ok, doubt): (bool, DoubtStage),
+    (is_ok, doubt, steps): (bool, DoubtStage, AfterError),
     work: Pin<&mut dyn Work>,
     max_result_bytes: usize,
 ) -> Option<ReportedDoubt> {
@@ -469,10 +470,10 @@ fn end_of(
         _ => match work.record(max_result_bytes) {
             // An effect in doubt stays in doubt, whichever calls were refused.
             uncertain @ AttemptEnd::Release(Release::Interrupted) => uncertain,
-            _ if ending.held.step_in_doubt() && !is_ok => AttemptEnd::Release(Release::Interrupted),
+            _ if steps.interrupts => AttemptEnd::Release(Release::Interrupted),
             // A refused call in the body may have caused this error. The error is not recorded, because the next
             // delivery may succeed.
-            _ if ending.held.refused_inside() && !is_ok => {
+            _ if (ending.held.refused_inside() && !is_ok) || steps.keeps_open => {
                 note_refusal();
                 AttemptEnd::Release(Release::Returned)
             }
@@ -491,13 +492,16 @@ fn end_of(
     reported
 }
 
-/// Notes the answer of the reconciler, if it was asked. `step`: time until the reconciler of a step may know more.
-fn note_answer(seen: &mut ObservedCall, doubt: DoubtStage, step: Option<Duration>) {
+/// Notes that a body has returned, and the answer of the reconciler, if it was asked. `step`: time until the reconciler of a step may know more.
+/// Returns `doubt`.
+fn note_return(seen: &mut ObservedCall, doubt: DoubtStage, step: Option<Duration>) -> DoubtStage {
     seen.reconciled = doubt == DoubtStage::Done;
     seen.again = step.or(seen.again);
     if doubt == DoubtStage::Unresolved {
         seen.again = Some(ask_again());
     }
+    seen.progress = Progress::Recording;
+    doubt
 }
 
 /// Returns the progress of a call whose reconciler was asked, and whose body did not run. If the reconciler had no

@@ -1,6 +1,7 @@
 //! Attempts that hold their key while the body runs.
 
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -15,7 +16,7 @@ use super::work::Work;
 use crate::error::{Error, StepProblem};
 use crate::policy::{Doubt, OnCrash, OptionalMillis, Policy, Uncertain};
 use crate::record::{Journal, Lease, LeaseMark, Release, Verdict};
-use crate::store::{JournalAccess, LeaseStanding, Limits, StoreError, StoreFuture};
+use crate::store::{AfterError, LeaseStanding, Limits, StepJournal, StoreError, StoreFuture};
 
 /// An attempt that has reserved its key. The drop of this value releases the key, or marks the key as interrupted.
 pub(super) struct HeldAttempt {
@@ -188,12 +189,10 @@ impl HeldAttempt {
     /// # Errors
     /// [`Error::Step`] if the body has made such a step an error. The drop then ends the attempt.
     fn check_steps(&mut self) -> Result<(), Error> {
-        let Some(JournalAccess::On(journal)) = self.journal.as_ref().map(|_| self.step_journal()) else {
-            return Ok(());
-        };
-        let (unreached, is_strict) = journal.unreached();
+        let Some(journal) = self.journal.as_ref().and_then(|_| self.step_journal()) else { return Ok(()) };
         let Attempt { store, lease, .. } = self.attempt();
         let (key, store, attempt) = (&lease.key, store.context().name(), lease.attempt);
+        let (unreached, is_strict) = journal.unreached(attempt);
         for (step, journaled_by) in &unreached {
             tracing::warn!(
                 %key, store, attempt, %step, journaled_by,
@@ -207,25 +206,17 @@ impl HeldAttempt {
         Err(error)
     }
 
-    fn step_journal(&self) -> JournalAccess {
+    fn step_journal(&self) -> Option<Arc<StepJournal>> {
         let Attempt { store, lease, .. } = self.attempt();
-        store.context().leases().journal(lease.owner)
+        store.context().leases().known_journal(lease.owner)
     }
 
-    /// Returns the time until the reconciler of a step may know more, if a step had no answer of its reconciler.
-    pub(super) fn step_asks_again(&self) -> Option<Duration> {
-        if !self.notes.refused {
-            return None;
+    /// Returns what the steps mean for the end of an attempt whose body returned an error (`is_ok` is false).
+    pub(super) fn steps_after_error(&self, is_ok: bool) -> AfterError {
+        if is_ok {
+            return AfterError::default();
         }
-        match self.step_journal() {
-            JournalAccess::On(journal) => journal.asks_again(),
-            _ => None,
-        }
-    }
-
-    /// Returns whether the effect of a step is in doubt, and an operator has to decide.
-    pub(super) fn step_in_doubt(&self) -> bool {
-        self.notes.step_in_doubt
+        self.step_journal().map(|journal| journal.after_error()).unwrap_or_default()
     }
 
     /// Returns the progress of the reconciler.

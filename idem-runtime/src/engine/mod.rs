@@ -59,8 +59,8 @@ pub use self::reconciliation::{Reconciler, Reconciliation};
 pub use self::recorder::replay;
 pub(crate) use self::recorder::{ErrorRule, RecordResults, RecordValues, Recorder};
 pub use self::step::{
-    Always, FailOnDoubt, Irreversible, Never, Reaction, ReconcileOnDoubt, RerunOnDoubt, RetriedStep, Step, StepBuilder,
-    StepDoubt, StepName, UncertainIf,
+    Always, AskDoubt, FailOnDoubt, Irreversible, Never, Reaction, ReconcileOnDoubt, RerunOnDoubt, RetriedStep, Step,
+    StepBuilder, StepDoubt, StepName, UncertainIf,
 };
 use crate::codec::{Codec, Json};
 use crate::error::Error;

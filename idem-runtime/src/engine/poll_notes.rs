@@ -20,8 +20,6 @@ pub(super) struct PollNotes {
     pub(super) refused: bool,
     /// True if the body has written its journal.
     pub(super) journaled: bool,
-    /// True if the effect of a step is in doubt, and an operator has to decide.
-    pub(super) step_in_doubt: bool,
     pub(super) doubt: DoubtStage,
 }
 
@@ -42,8 +40,7 @@ pub(super) enum DoubtStage {
 
 impl PollNotes {
     /// Notes before the first poll of a body.
-    pub(super) const NEW: Self =
-        Self { refused: false, journaled: false, step_in_doubt: false, doubt: DoubtStage::Settled };
+    pub(super) const NEW: Self = Self { refused: false, journaled: false, doubt: DoubtStage::Settled };
 }
 
 /// Records that the library temporarily refuses a call. If the enclosing body fails, the refusal may be the only cause.
@@ -54,11 +51,6 @@ pub(super) fn note_refusal() {
 /// Records that the body writes its journal.
 pub(super) fn note_journaled() {
     NOTES.set(PollNotes { journaled: true, ..NOTES.get() });
-}
-
-/// Records that the effect of a step is in doubt. If the body fails, the operation is interrupted.
-pub(super) fn note_step_in_doubt() {
-    NOTES.set(PollNotes { step_in_doubt: true, ..NOTES.get() });
 }
 
 /// Returns the progress of the reconciler of the body that is being polled on this thread.

@@ -22,8 +22,8 @@ pub use self::context::StoreContext;
 #[cfg(feature = "postgres")]
 pub(crate) use self::context::TagCounts;
 pub(crate) use self::context::{
-    Beat, BeatGuard, Callback, FlushGuard, JournalAccess, LastWait, LateEndGuard, LeaseStanding, Limits, StepClaim,
-    StepJournal, Timer,
+    AfterError, Beat, BeatGuard, Callback, FlushGuard, JournalAccess, LastWait, LateEndGuard, LeaseStanding, Limits,
+    StepClaim, StepJournal, Timer,
 };
 pub use self::error::{StoreError, StoreErrorKind};
 pub use self::ext::StoreExt;

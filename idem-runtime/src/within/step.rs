@@ -93,6 +93,9 @@ impl<C: TransactionStore> StepWithin<'_, C> {
             Err(claim) => claim,
         };
         let step = claim.step().clone();
+        if !claim.is_journaled() {
+            return claim.inside(body(step)).await;
+        }
         let policy = Policy::new(step.attempt().lease.ttl);
         let mut operation = self.records.operation(Key::new(SCOPE, step.child_key()), policy);
         if let Some(inputs) = claim.inputs() {

@@ -1,10 +1,24 @@
 //! Reactions to a step whose effect is in doubt, and the errors that leave an effect in doubt.
 
+use std::convert::Infallible;
 use std::fmt;
-use std::future::{Future, Ready};
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
 
 use super::name::Step;
 use crate::engine::reconciliation::Reconciliation;
+
+/// Question to the reconciler of a step.
+// A trait without the types of the step: the future of `run` then names no type that depends on the lifetimes inside of
+// its error. Otherwise a handler whose error is a `Box<dyn Error>` could not be spawned.
+pub trait AskDoubt {
+    /// Future of the reconciler. Never made by a step without a reconciler.
+    type Question;
+
+    /// Asks the reconciler; `None` if the step has no reconciler.
+    fn ask(self, step: Step) -> Option<Self::Question>;
+}
 
 /// Reaction of a step to an effect in doubt: an earlier body of the step has begun, and its end is not known.
 #[diagnostic::on_unimplemented(
@@ -12,15 +26,12 @@ use crate::engine::reconciliation::Reconciliation;
     label = "add `.fail()` or `.reconcile(…)` before this call",
     note = "`.fail()` waits for an operator, `.reconcile(…)` asks the outside world"
 )]
-pub trait StepDoubt<T, E> {
-    /// Future of the reconciler.
-    type Question: Future<Output = Result<Reconciliation<T>, E>>;
-
+pub trait StepDoubt<T, E>: AskDoubt {
     /// Reaction to the doubt.
     const REACTION: Reaction;
 
-    /// Asks the reconciler; `None` if the step has no reconciler.
-    fn ask(self, step: Step) -> Option<Self::Question>;
+    /// Polls the future of the reconciler.
+    fn poll_question(question: Pin<&mut Self::Question>, cx: &mut Context<'_>) -> Poll<Result<Reconciliation<T>, E>>;
 }
 
 /// Kinds of [`StepDoubt`].
@@ -56,21 +67,46 @@ impl<F> fmt::Debug for ReconcileOnDoubt<F> {
     }
 }
 
+impl AskDoubt for RerunOnDoubt {
+    type Question = Infallible;
+
+    fn ask(self, _: Step) -> Option<Infallible> {
+        None
+    }
+}
+
 impl<T, E> StepDoubt<T, E> for RerunOnDoubt {
-    type Question = Ready<Result<Reconciliation<T>, E>>;
     const REACTION: Reaction = Reaction::Rerun;
 
-    fn ask(self, _: Step) -> Option<Self::Question> {
+    fn poll_question(question: Pin<&mut Infallible>, _: &mut Context<'_>) -> Poll<Result<Reconciliation<T>, E>> {
+        match *question {}
+    }
+}
+
+impl AskDoubt for FailOnDoubt {
+    type Question = Infallible;
+
+    fn ask(self, _: Step) -> Option<Infallible> {
         None
     }
 }
 
 impl<T, E> StepDoubt<T, E> for FailOnDoubt {
-    type Question = Ready<Result<Reconciliation<T>, E>>;
     const REACTION: Reaction = Reaction::Fail;
 
-    fn ask(self, _: Step) -> Option<Self::Question> {
-        None
+    fn poll_question(question: Pin<&mut Infallible>, _: &mut Context<'_>) -> Poll<Result<Reconciliation<T>, E>> {
+        match *question {}
+    }
+}
+
+impl<F, Fut> AskDoubt for ReconcileOnDoubt<F>
+where
+    F: FnOnce(Step) -> Fut,
+{
+    type Question = Fut;
+
+    fn ask(self, step: Step) -> Option<Fut> {
+        Some((self.0)(step))
     }
 }
 
@@ -79,11 +115,10 @@ where
     F: FnOnce(Step) -> Fut,
     Fut: Future<Output = Result<Reconciliation<T>, E>>,
 {
-    type Question = Fut;
     const REACTION: Reaction = Reaction::Reconcile;
 
-    fn ask(self, step: Step) -> Option<Fut> {
-        Some((self.0)(step))
+    fn poll_question(question: Pin<&mut Fut>, cx: &mut Context<'_>) -> Poll<Result<Reconciliation<T>, E>> {
+        question.poll(cx)
     }
 }
 

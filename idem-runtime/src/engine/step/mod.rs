@@ -7,6 +7,7 @@ mod run;
 
 pub use self::builder::{RetriedStep, StepBuilder};
 pub use self::doubt::{
-    Always, FailOnDoubt, Irreversible, Never, Reaction, ReconcileOnDoubt, RerunOnDoubt, StepDoubt, UncertainIf,
+    Always, AskDoubt, FailOnDoubt, Irreversible, Never, Reaction, ReconcileOnDoubt, RerunOnDoubt, StepDoubt,
+    UncertainIf,
 };
 pub use self::name::{Step, StepName};

@@ -15,7 +15,7 @@ use crate::codec::Json;
 use crate::combine::race;
 use crate::engine::attempt::Attempt;
 use crate::engine::late::{Tries, may_pass};
-use crate::engine::poll_notes::{note_journaled, note_refusal, note_step_in_doubt};
+use crate::engine::poll_notes::{note_journaled, note_refusal};
 use crate::engine::reconciliation::{Reconciliation, SHORTEST_PAUSE};
 use crate::engine::recorder::{payload, read};
 use crate::error::{Error, StepProblem};
@@ -82,23 +82,25 @@ where
             });
         }
     };
+    claim.fails = D::REACTION == Reaction::Fail;
     if let (true, Some(attempt)) = (D::REACTION != Reaction::Rerun, claim.in_doubt_since()) {
         let Some(question) = doubt.ask(step.clone()) else {
             return Err(failed(&step, &mut tally, StepProblem::Interrupted { attempt }).into());
         };
-        match inside(&step, question).await {
+        let mut question = pin!(question);
+        match inside(&step, poll_fn(|cx| D::poll_question(question.as_mut(), cx))).await {
             Ok(Reconciliation::Done(value)) => {
                 return claim.end(&step, &mut tally, value, StepOutcome::Reconciled).await;
             }
-            Ok(Reconciliation::NotDone) => {}
+            // The entry fences other attempts, which may have asked as well.
+            Ok(Reconciliation::NotDone) => claim.confirm_beginning(&step, &mut tally).await?,
             Ok(Reconciliation::Unknown { ask_again }) => {
                 let problem = StepProblem::Unresolved { attempt, ask_again: ask_again.max(SHORTEST_PAUSE) };
                 return Err(failed(&step, &mut tally, problem).into());
             }
             Err(error) => {
+                // The effect is still in doubt, so the error is not recorded as the end of the operation.
                 tally.outcome = StepOutcome::InDoubt;
-                // The effect is still in doubt, so the error must not be recorded as the end of the operation.
-                note_refusal();
                 return Err(error);
             }
         }
@@ -125,7 +127,7 @@ where
         }
         match D::REACTION {
             Reaction::Rerun => {}
-            reaction if leaves_doubt => claim.report_doubt(&step, reaction),
+            _ if leaves_doubt => {}
             _ => claim.undo(&step).await,
         }
         let error = error.unwrap_or_else(|| {
@@ -170,6 +172,11 @@ impl CommittedStep {
         &self.step
     }
 
+    /// Returns whether the attempt has a reservation, outside of shadow mode.
+    pub(crate) fn is_journaled(&self) -> bool {
+        self.claim.place.is_some()
+    }
+
     /// Returns the fingerprint of the inputs.
     pub(crate) fn inputs(&self) -> Option<Result<Fingerprint, FingerprintError>> {
         self.inputs.clone()
@@ -183,9 +190,8 @@ impl CommittedStep {
     /// Ends the step: `replayed` is true if its record in the transaction had its value. The drop gives the name back.
     pub(crate) fn ended(mut self, replayed: bool) {
         self.tally.outcome = if replayed { StepOutcome::Replayed } else { StepOutcome::Ran };
-        if let Some(JournalPlace { journal, .. }) = self.claim.place.take() {
-            journal.end_elsewhere();
-        }
+        // The name stays taken.
+        self.claim.place = None;
     }
 
     pub(crate) fn failed(mut self) {
@@ -216,20 +222,17 @@ fn failed(step: &Step, tally: &mut Tally, problem: StepProblem) -> Error {
     let (key, store) = (step.attempt.key().clone(), step.attempt.store.context().name());
     tracing::warn!(%key, store, attempt = step.attempt.number(), step = step.name(), %problem, "a step has no value");
     tally.outcome = StepOutcome::Refused;
-    match problem {
-        StepProblem::Interrupted { .. } => {
-            tally.outcome = StepOutcome::InDoubt;
-            note_step_in_doubt();
+    note_refusal();
+    if let Some(journal) = step.attempt.store.context().leases().known_journal(step.attempt.lease.owner) {
+        journal.keep_open();
+        match problem {
+            StepProblem::Interrupted { .. } => journal.interrupt(),
+            StepProblem::Unresolved { ask_again, .. } => journal.ask_again(ask_again),
+            _ => {}
         }
-        StepProblem::Unresolved { ask_again, .. } => {
-            tally.outcome = StepOutcome::InDoubt;
-            note_refusal();
-            if let JournalAccess::On(journal) = step.attempt.store.context().leases().journal(step.attempt.lease.owner)
-            {
-                journal.ask_again(ask_again);
-            }
-        }
-        _ => note_refusal(),
+    }
+    if let StepProblem::Interrupted { .. } | StepProblem::Unresolved { .. } = problem {
+        tally.outcome = StepOutcome::InDoubt;
     }
     Error::Step { key, store, step: step.name().into(), problem }
 }
@@ -310,7 +313,8 @@ fn begin(
     };
     let was = step.was.as_ref().map(StepName::as_str);
     let claimed = journal.claim(step.name(), was);
-    let claim = |stage| Claim { place: Some(JournalPlace { journal, entry, was: step.was.clone() }), stage };
+    let claim =
+        |stage| Claim { place: Some(JournalPlace { journal, entry, was: step.was.clone() }), stage, fails: false };
     match claimed {
         StepClaim::Runs => Ok(StepStart::Runs(claim(ClaimStage::Taken))),
         StepClaim::InDoubt(earlier) => {
@@ -323,7 +327,7 @@ fn begin(
             other_inputs(attempt, inputs).map_or(Ok(StepStart::Ended { attempt, value }), problem)
         }
         StepClaim::UsedTwice => problem(StepProblem::UsedTwice),
-        StepClaim::Full => problem(StepProblem::TooMany { max: StepJournal::MAX_ENTRIES }),
+        StepClaim::Full => problem(StepProblem::TooMany { max: StepJournal::MAX_STEPS }),
         StepClaim::Damaged(error) => problem(StepProblem::UnreadableJournal(error)),
     }
 }
@@ -338,6 +342,8 @@ struct Claim {
     /// `None` if the step is not journaled.
     place: Option<JournalPlace>,
     stage: ClaimStage,
+    /// True if a doubt that the body leaves is one for an operator.
+    fails: bool,
 }
 
 /// Place of a step in the journal of its attempt.
@@ -360,7 +366,7 @@ enum ClaimStage {
 }
 
 impl Claim {
-    const UNJOURNALED: Self = Self { place: None, stage: ClaimStage::Ended };
+    const UNJOURNALED: Self = Self { place: None, stage: ClaimStage::Ended, fails: false };
 
     /// Returns the attempt whose effect is in doubt.
     fn in_doubt_since(&self) -> Option<u32> {
@@ -373,10 +379,18 @@ impl Claim {
     /// Journals that the body begins.
     async fn confirm_beginning(&mut self, step: &Step, tally: &mut Tally) -> Result<(), Error> {
         let Some(JournalPlace { journal, entry, .. }) = &self.place else { return Ok(()) };
-        self.stage = ClaimStage::Begins;
-        journal.add(entry.clone());
-        confirm(step, journal, &entry.name).await.inspect_err(|_| tally.outcome = StepOutcome::Unconfirmed)?;
-        self.stage = ClaimStage::InDoubt(entry.clone());
+        let begun = match &self.stage {
+            // A doubt keeps its name, so that one entry can end it.
+            ClaimStage::InDoubt(since) => JournalEntry { name: since.name.clone(), ..entry.clone() },
+            _ => entry.clone(),
+        };
+        if let ClaimStage::Taken = self.stage {
+            self.stage = ClaimStage::Begins;
+        }
+        journal.add(begun.clone());
+        confirm(step, journal, &begun.name).await.inspect_err(|_| tally.outcome = StepOutcome::Unconfirmed)?;
+        journal.began(begun.clone());
+        self.stage = ClaimStage::InDoubt(begun);
         Ok(())
     }
 
@@ -387,31 +401,23 @@ impl Claim {
         T: Serialize + DeserializeOwned,
         E: From<Error>,
     {
-        if let Some(JournalPlace { journal, entry, .. }) = self.place.take() {
+        if self.place.is_some() {
+            // If the encoding panics, the claim is dropped as if the body had panicked.
             let stored = payload::<Json, T>(&value, MAX_VALUE_BYTES);
             if let StoredResult::TooLarge { .. } | StoredResult::Unencodable = stored {
                 left_out(step, step.name(), &stored);
             }
-            journal.end(JournalEntry { progress: StepProgress::Ended(stored), ..entry });
+            let Some(JournalPlace { journal, entry, .. }) = self.place.take() else { return Ok(value) };
+            let since = match &self.stage {
+                ClaimStage::InDoubt(since) => Some(&*since.name),
+                _ => None,
+            };
+            journal.end(JournalEntry { progress: StepProgress::Ended(stored), ..entry }, since);
             tally.outcome = StepOutcome::Unconfirmed;
             confirm(step, &journal, step.name()).await?;
         }
         tally.outcome = outcome;
         Ok(value)
-    }
-
-    /// Reports that the body has ended with an error, and that its effect is in doubt.
-    fn report_doubt(&self, step: &Step, reaction: Reaction) {
-        let Some(attempt) = self.in_doubt_since() else { return };
-        match reaction {
-            Reaction::Fail => note_step_in_doubt(),
-            // The error must not be recorded as the end of the operation: the next attempt asks the reconciler.
-            Reaction::Rerun | Reaction::Reconcile => note_refusal(),
-        }
-        tracing::warn!(
-            key = %step.attempt.key(), store = step.attempt.store.context().name(), attempt, step = step.name(),
-            "the body of the step returned an uncertain error or ran into its time limit; its effect is in doubt"
-        );
     }
 
     /// Journals that the body has had no effect.
@@ -420,7 +426,7 @@ impl Claim {
             return;
         };
         let name = since.name.clone();
-        journal.add(JournalEntry { name: name.clone(), progress: StepProgress::Undone, ..entry.clone() });
+        journal.undo(JournalEntry { name: name.clone(), progress: StepProgress::Undone, ..entry.clone() });
         self.stage = ClaimStage::Taken;
         if let Err(error) = confirm(step, journal, &name).await {
             tracing::warn!(
@@ -434,16 +440,18 @@ impl Claim {
 impl Drop for Claim {
     fn drop(&mut self) {
         let Some(JournalPlace { journal, entry, was }) = &self.place else { return };
-        let (name, was) = (&*entry.name, was.as_ref().map(StepName::as_str));
-        match std::mem::replace(&mut self.stage, ClaimStage::Ended) {
-            ClaimStage::Taken => journal.give_back(name, was),
-            ClaimStage::Begins => {
-                journal.withdraw(entry);
-                journal.give_back(name, was);
+        match &self.stage {
+            ClaimStage::Taken => {}
+            ClaimStage::Begins => journal.withdraw(entry),
+            ClaimStage::InDoubt(since) => {
+                if self.fails {
+                    journal.interrupt();
+                }
+                tracing::warn!(step = &*since.name, since = since.attempt, "the effect of a step is in doubt");
             }
-            ClaimStage::InDoubt(since) => journal.leave_in_doubt(name, was, since),
-            ClaimStage::Ended => {}
+            ClaimStage::Ended => return,
         }
+        journal.give_back(&entry.name, was.as_ref().map(StepName::as_str));
     }
 }
 
@@ -451,7 +459,14 @@ impl Drop for Claim {
 async fn confirm(step: &Step, journal: &StepJournal, name: &str) -> Result<(), Error> {
     let Attempt { store, lease, reserved_at, .. } = &step.attempt;
     note_journaled();
-    let _turn = journal.turn.lock().await;
+    let _turn = match journal.turn.try_lock() {
+        Ok(turn) => Some(turn),
+        Err(_) => race(journal.turn.lock(), store.context().clock().sleep(lease.duration / 4)).await,
+    };
+    let unconfirmed = |error| {
+        journal.keep_open();
+        Err(error)
+    };
     let mut tries = Tries::new(&**store, lease, *reserved_at);
     while let Some(write) = journal.write(name) {
         let asked_at = store.context().clock().now();
@@ -460,17 +475,17 @@ async fn confirm(step: &Step, journal: &StepJournal, name: &str) -> Result<(), E
                 store.context().leases().confirmed(lease.owner, asked_at);
                 journal.confirm(&write);
             }
-            Ok(Verdict::Refused) => return Err(step.attempt.refused()),
+            Ok(Verdict::Refused) => return unconfirmed(step.attempt.refused()),
             Err(error) if error.kind() == StoreErrorKind::TooLarge && !error.may_have_landed() => {
                 // Without its largest value, the journal may fit. No step must run again only because a value is large.
                 match journal.drop_largest(&write) {
                     Some((name, size)) => left_out(step, &name, &StoredResult::TooLarge { size }),
-                    None => return Err(step.attempt.unconfirmed(error)),
+                    None => return unconfirmed(step.attempt.unconfirmed(error)),
                 }
             }
             Err(source) => {
                 if !may_pass(&source) || !tries.again().await {
-                    return Err(step.attempt.unconfirmed(source));
+                    return unconfirmed(step.attempt.unconfirmed(source));
                 }
             }
         }

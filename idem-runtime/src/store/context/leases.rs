@@ -176,6 +176,11 @@ impl Leases {
         }
     }
 
+    /// Returns the steps of the attempt of `owner`, if a step of the attempt or of an earlier one is known.
+    pub(crate) fn known_journal(&self, owner: OwnerToken) -> Option<Arc<StepJournal>> {
+        self.table.shard_of(owner).get_mut(&owner)?.journal.clone()
+    }
+
     /// Returns whether the body of `owner` may be polled. Wakes `waker` when the standing of the lease changes.
     pub(crate) fn standing(self: &Arc<Self>, owner: OwnerToken, waker: &Waker) -> LeaseStanding {
         if !self.beats() {

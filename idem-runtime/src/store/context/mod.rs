@@ -24,7 +24,7 @@ use self::lease_table::RenewalStates;
 pub(crate) use self::lease_table::{LeaseStanding, Limits};
 pub(crate) use self::leases::{BeatGuard, Timer};
 use self::leases::{Leases, RenewalMode};
-pub(crate) use self::step_journal::{JournalAccess, StepClaim, StepJournal};
+pub(crate) use self::step_journal::{AfterError, JournalAccess, StepClaim, StepJournal};
 #[cfg(feature = "postgres")]
 pub(crate) use self::tag_counts::TagCounts;
 use super::error::StoreError;

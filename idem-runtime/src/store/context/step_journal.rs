@@ -14,14 +14,15 @@ use crate::sync::{Mutex, lock};
 pub(crate) struct StepJournal {
     steps: Mutex<Steps>,
     /// Held by the task that writes the journal to the store. The entries of other steps that end meanwhile leave with
-    /// the next write, together.
+    /// the next write, together. A task that has waited too long writes without its turn: the holder may be a future that
+    /// is not polled, because a `select!` of the body runs another step meanwhile.
     pub(crate) turn: tokio::sync::Mutex<()>,
 }
 
 #[derive(Debug, Default)]
 struct Steps {
-    /// Last entries of the steps of earlier attempts, and of steps of this attempt whose effects are in doubt, by name.
-    /// A step takes its entry.
+    /// Last entries of the steps of earlier attempts that this attempt has not used, and the beginnings of all steps whose
+    /// effects are in doubt, by name.
     earlier: BTreeMap<Box<str>, JournalEntry>,
     /// Names that this attempt has used: of running steps, and of steps that have ended with a value.
     used: BTreeSet<Box<str>>,
@@ -29,17 +30,28 @@ struct Steps {
     confirmed: JournalWriter,
     /// Entries that the store has not confirmed, in the order in which their steps ended.
     unconfirmed: Vec<JournalEntry>,
-    /// Number of unconfirmed entries that a write may have brought to the store, from the first one. These entries
-    /// never change: the store would keep the longer one of two journals.
+    /// Number of entries of this attempt that the store has confirmed.
+    done: usize,
+    /// Number of entries of this attempt that a write may have brought to the store, at least `done`. These entries never
+    /// change: the store would keep the longer one of two journals.
     sent: usize,
     /// Whether the end of the attempt fails if it has not reached a journaled step.
     strict: bool,
-    /// Time until the reconciler of a step may know more.
-    ask_again: Option<Duration>,
-    /// Number of steps whose bodies run.
-    running: usize,
+    /// What an error of the body means for the operation.
+    after_error: AfterError,
     /// Reason why the journal of earlier attempts can't be read.
     damage: Option<JournalError>,
+}
+
+/// What the steps of an attempt mean for the end of an attempt whose body returned an error.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct AfterError {
+    /// True if the error must not be recorded as the end of the operation: a step was refused, or is in doubt.
+    pub(crate) keeps_open: bool,
+    /// True if an operator has to decide about a step in doubt.
+    pub(crate) interrupts: bool,
+    /// Time until the reconciler of a step may know more.
+    pub(crate) ask_again: Option<Duration>,
 }
 
 /// Whether the steps of an attempt are journaled.
@@ -58,7 +70,7 @@ pub(crate) enum StepClaim {
     Ended { attempt: u32, inputs: Option<Fingerprint>, value: StoredResult },
     /// The step has to run. Its name is taken until [`StepJournal::give_back`].
     Runs,
-    /// The effect of the step is in doubt since this entry. Its name is taken until [`StepJournal::leave_in_doubt`].
+    /// The effect of the step is in doubt since this entry. Its name is taken until [`StepJournal::give_back`].
     InDoubt(JournalEntry),
     /// This attempt has already used the name.
     UsedTwice,
@@ -69,8 +81,10 @@ pub(crate) enum StepClaim {
 }
 
 impl StepJournal {
-    /// Largest number of entries of a journal.
-    pub(crate) const MAX_ENTRIES: usize = 1000;
+    /// Largest number of steps of an operation.
+    pub(crate) const MAX_STEPS: usize = 1000;
+    /// Largest number of entries of a journal: a step that begins and is undone leaves two entries each time.
+    const MAX_ENTRIES: usize = 8 * Self::MAX_STEPS;
 
     /// Makes the journal of an attempt that continues with `journal`.
     pub(crate) fn of(journal: &Journal) -> Self {
@@ -99,38 +113,34 @@ impl StepJournal {
         if steps.used.contains(name) || was.is_some_and(|was| steps.used.contains(was)) {
             return StepClaim::UsedTwice;
         }
-        let earlier = [Some(name), was].into_iter().flatten().filter_map(|name| steps.earlier.remove(name)).reduce(
-            // The entry of the new name is the later one.
-            |renamed, _| renamed,
-        );
-        let claim = match earlier {
+        let names = || [Some(name), was].into_iter().flatten();
+        // If both names have an entry, the entry of the new name is the later one.
+        let claim = match names().find_map(|name| steps.earlier.get(name)).cloned() {
             Some(JournalEntry { progress: StepProgress::Ended(value), attempt, inputs, .. }) => {
+                for name in names() {
+                    steps.earlier.remove(name);
+                }
                 StepClaim::Ended { attempt, inputs, value }
             }
             Some(begun) => StepClaim::InDoubt(begun),
-            None if steps.confirmed.entries() + steps.unconfirmed.len() + steps.running >= Self::MAX_ENTRIES => {
-                return StepClaim::Full;
-            }
+            None if steps.is_full() => return StepClaim::Full,
             None => StepClaim::Runs,
         };
-        steps.used.extend([Some(name), was].into_iter().flatten().map(Box::from));
-        steps.running += usize::from(!matches!(claim, StepClaim::Ended { .. }));
+        steps.used.extend(names().map(Box::from));
         claim
     }
 
-    /// Frees the names of a step that has ended without a value.
+    /// Frees the names of a step that has ended without a value. A doubt about its effect remains.
     pub(crate) fn give_back(&self, name: &str, was: Option<&str>) {
         let mut steps = lock(&self.steps);
         for name in [Some(name), was].into_iter().flatten() {
             steps.used.remove(name);
         }
-        steps.running -= 1;
     }
 
-    /// Frees the names of a step whose effect is in doubt since the entry `since`.
-    pub(crate) fn leave_in_doubt(&self, name: &str, was: Option<&str>, since: JournalEntry) {
-        self.give_back(name, was);
-        lock(&self.steps).earlier.insert(since.name.clone(), since);
+    /// Records that the store has confirmed the entry `begun`: from here on the effect of its step is in doubt.
+    pub(crate) fn began(&self, begun: JournalEntry) {
+        lock(&self.steps).earlier.insert(begun.name.clone(), begun);
     }
 
     /// Adds an entry of a step that has not ended.
@@ -138,25 +148,36 @@ impl StepJournal {
         lock(&self.steps).unconfirmed.push(entry);
     }
 
-    /// Adds the entry of a step that has ended.
-    pub(crate) fn end(&self, entry: JournalEntry) {
+    /// Adds the entry of a step that has ended. `since`: name under which its effect was in doubt.
+    pub(crate) fn end(&self, entry: JournalEntry, since: Option<&str>) {
         let mut steps = lock(&self.steps);
+        let renamed = since.filter(|since| **since != *entry.name).map(|since| JournalEntry {
+            name: since.into(),
+            progress: StepProgress::Undone,
+            inputs: entry.inputs,
+            attempt: entry.attempt,
+        });
+        if let Some(since) = since {
+            steps.earlier.remove(since);
+        }
+        // The end comes first: a journal that ends between the two entries still says that the step has ended.
         steps.unconfirmed.push(entry);
-        steps.running -= 1;
+        steps.unconfirmed.extend(renamed);
     }
 
-    /// Records that a step has ended whose entry is not in this journal. Its name stays taken.
-    #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
-    pub(crate) fn end_elsewhere(&self) {
-        lock(&self.steps).running -= 1;
+    /// Adds the entry that the effect of a step, which was in doubt, has not happened.
+    pub(crate) fn undo(&self, undone: JournalEntry) {
+        let mut steps = lock(&self.steps);
+        steps.earlier.remove(&undone.name);
+        steps.unconfirmed.push(undone);
     }
 
     /// Takes back the entry `begun` of a body that will not run. If a write may have brought the entry to the store, a
     /// further entry cancels it with the next write.
     pub(crate) fn withdraw(&self, begun: &JournalEntry) {
-        let Steps { unconfirmed, sent, .. } = &mut *lock(&self.steps);
+        let Steps { unconfirmed, done, sent, .. } = &mut *lock(&self.steps);
         match unconfirmed.iter().rposition(|entry| entry == begun) {
-            Some(at) if at >= *sent => drop(unconfirmed.remove(at)),
+            Some(at) if *done + at >= *sent => drop(unconfirmed.remove(at)),
             _ => unconfirmed.push(JournalEntry { progress: StepProgress::Undone, ..begun.clone() }),
         }
     }
@@ -166,22 +187,36 @@ impl StepJournal {
         lock(&self.steps).strict = true;
     }
 
-    /// Returns the names of the steps that an earlier attempt has journaled and this attempt has not reached, with the
-    /// numbers of their attempts, and whether that is an error.
-    pub(crate) fn unreached(&self) -> (Vec<(Box<str>, u32)>, bool) {
+    /// Returns the names of the steps that an earlier attempt than `attempt` has journaled and this attempt has not
+    /// reached, with the numbers of their attempts, and whether that is an error.
+    pub(crate) fn unreached(&self, attempt: u32) -> (Vec<(Box<str>, u32)>, bool) {
         let steps = lock(&self.steps);
-        (steps.earlier.values().map(|entry| (entry.name.clone(), entry.attempt)).collect(), steps.strict)
+        let unreached =
+            steps.earlier.values().filter(|entry| entry.attempt != attempt && !steps.used.contains(&entry.name));
+        (unreached.map(|entry| (entry.name.clone(), entry.attempt)).collect(), steps.strict)
+    }
+
+    /// Records that an error of the body must not end the operation.
+    pub(crate) fn keep_open(&self) {
+        lock(&self.steps).after_error.keeps_open = true;
+    }
+
+    /// Records that an operator has to decide about a step in doubt.
+    pub(crate) fn interrupt(&self) {
+        lock(&self.steps).after_error.interrupts = true;
     }
 
     /// Records that the reconciler of a step may know more after `pause`.
     pub(crate) fn ask_again(&self, pause: Duration) {
-        let mut steps = lock(&self.steps);
-        steps.ask_again = steps.ask_again.max(Some(pause));
+        let ask_again = &mut lock(&self.steps).after_error.ask_again;
+        *ask_again = (*ask_again).max(Some(pause));
     }
 
-    /// Returns the time until the reconcilers of all steps may know more.
-    pub(crate) fn asks_again(&self) -> Option<Duration> {
-        lock(&self.steps).ask_again
+    /// Returns what the steps mean for the end of the attempt if its body returned an error.
+    pub(crate) fn after_error(&self) -> AfterError {
+        let steps = lock(&self.steps);
+        let in_doubt = steps.earlier.values().any(|entry| entry.progress == StepProgress::Begun);
+        AfterError { keeps_open: steps.after_error.keeps_open || in_doubt, ..steps.after_error }
     }
 
     /// Returns the write that brings the entry of the step `name` to the store, with all other unconfirmed entries;
@@ -195,25 +230,32 @@ impl StepJournal {
         for entry in &steps.unconfirmed {
             written.add(entry);
         }
-        let (count, sent_before) = (steps.unconfirmed.len(), steps.sent);
-        steps.sent = count;
-        Some(JournalWrite { journal: Journal::new(written.into_bytes())?, count, sent_before })
+        let (upto, sent_before) = (steps.done + steps.unconfirmed.len(), steps.sent);
+        steps.sent = upto;
+        Some(JournalWrite { journal: Journal::new(written.into_bytes())?, upto, sent_before })
     }
 
     /// Records that the store has confirmed `write`.
     pub(crate) fn confirm(&self, write: &JournalWrite) {
-        let Steps { confirmed, unconfirmed, sent, .. } = &mut *lock(&self.steps);
-        for entry in unconfirmed.drain(..write.count) {
+        let Steps { confirmed, unconfirmed, done, .. } = &mut *lock(&self.steps);
+        // Another task may have written these entries meanwhile; see `turn`.
+        let count = write.upto.saturating_sub(*done);
+        for entry in unconfirmed.drain(..count) {
             confirmed.add(&entry);
         }
-        *sent -= write.count;
+        *done += count;
     }
 
     /// Removes the largest value from the entries of `write`, which the store can't hold and has not written. Returns
     /// the name of the step and the size of its value; `None` if no entry has a value that may be removed.
     pub(crate) fn drop_largest(&self, write: &JournalWrite) -> Option<(Box<str>, u64)> {
-        let mut steps = lock(&self.steps);
-        let entries = steps.unconfirmed[write.sent_before..write.count].iter_mut();
+        let Steps { unconfirmed, done, sent, .. } = &mut *lock(&self.steps);
+        let unsent = write.sent_before.max(*done);
+        if *sent != write.upto || unsent > write.upto {
+            // Another task has sent these entries again, and its write may land.
+            return None;
+        }
+        let entries = unconfirmed[unsent - *done..write.upto - *done].iter_mut();
         let (value, name) = entries
             .filter_map(|JournalEntry { name, progress, .. }| match progress {
                 StepProgress::Ended(value @ StoredResult::Encoded { .. }) => Some((value, name)),
@@ -223,8 +265,16 @@ impl StepJournal {
         let size = value.stored_bytes() as u64;
         *value = StoredResult::TooLarge { size };
         let name = name.clone();
-        steps.sent = write.sent_before;
+        *sent = unsent;
         Some((name, size))
+    }
+}
+
+impl Steps {
+    fn is_full(&self) -> bool {
+        let unused = self.earlier.keys().filter(|name| !self.used.contains(*name)).count();
+        let entries = self.confirmed.entries() + self.unconfirmed.len();
+        self.used.len() + unused >= StepJournal::MAX_STEPS || entries >= StepJournal::MAX_ENTRIES
     }
 }
 
@@ -232,8 +282,8 @@ impl StepJournal {
 #[derive(Debug)]
 pub(crate) struct JournalWrite {
     pub(crate) journal: Journal,
-    /// Number of unconfirmed entries that it contains.
-    count: usize,
+    /// Number of entries of this attempt up to the last one in it.
+    upto: usize,
     /// Number of these entries that an earlier write may have brought to the store.
     sent_before: usize,
 }
