@@ -31,6 +31,8 @@ pub mod redis_streams;
 mod report;
 #[cfg(feature = "fleet")]
 pub mod servers;
+#[cfg(feature = "fulfilment")]
+pub mod services;
 #[cfg(feature = "sqs")]
 pub mod sqs;
 
