@@ -1,5 +1,5 @@
-//! Fulfils orders in four steps: charge, reserve, book a parcel, send a letter. The worker is killed again and again, and
-//! each effect still happens once.
+//! Fulfils orders in four steps: charge, reserve, book a parcel, send a letter. The worker is killed again and again,
+//! and each effect still happens once.
 //!
 //! ```sh
 //! cargo run --example order_fulfilment --features fulfilment

@@ -1,7 +1,9 @@
-//! Four services outside of a shop, and the broker of its orders. They count the effects where no worker can reach them.
+//! Four services outside of a shop, and the broker of its orders. They count the effects where no worker can reach
+//! them.
 //!
 //! A request is one line on a connection of its own, and the answer is one line. A service does not notice that its
 //! caller has been killed: the effect of a request happens although no caller gets the answer.
+#![allow(clippy::disallowed_methods, reason = "the services take a moment, as real ones do")]
 
 use std::collections::BTreeMap;
 use std::io;

@@ -243,7 +243,8 @@ async fn a_step_in_doubt_is_never_recorded_as_the_end_of_its_operation() {
     }
 }
 
-/// The error of another part of the handler must not end an operation whose step is in doubt: the journal would be lost.
+/// The error of another part of the handler must not end an operation whose step is in doubt: the journal would be
+/// lost.
 #[tokio::test]
 async fn no_error_of_the_handler_ends_an_operation_with_a_step_in_doubt() {
     let (world, effects) = (World::new(), Effects::default());

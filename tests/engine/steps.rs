@@ -243,7 +243,7 @@ async fn a_step_inside_of_a_step_is_refused_and_a_nested_call_has_its_own_steps(
         });
         outer.await
     };
-    assert_eq!(world.run(body).await.unwrap(), 5);
+    assert_eq!(Box::pin(world.run(body)).await.unwrap(), 5);
 }
 
 #[tokio::test]

@@ -456,8 +456,8 @@ fn polling<T>(facts: &mut Facts, poll: impl FnOnce() -> T) -> T {
     polled
 }
 
-/// Sets the end of an attempt whose body or reconciler has returned. `steps`: nothing if the body returned `Ok`. Returns who settles the doubt, if the body has
-/// reported a doubt.
+/// Sets the end of an attempt whose body or reconciler has returned. `steps`: nothing if the body returned `Ok`. Returns
+/// who settles the doubt, if the body has reported a doubt.
 fn end_of(
     ending: &mut EndingAttempt,
     (is_ok, doubt, steps): (bool, DoubtStage, AfterError),
@@ -492,8 +492,8 @@ fn end_of(
     reported
 }
 
-/// Notes that a body has returned, and the answer of the reconciler, if it was asked. `step`: time until the reconciler of a step may know more.
-/// Returns `doubt`.
+/// Notes that a body has returned, and the answer of the reconciler, if it was asked. `step`: time until the reconciler
+/// of a step may know more. Returns `doubt`.
 fn note_return(seen: &mut ObservedCall, doubt: DoubtStage, step: Option<Duration>) -> DoubtStage {
     seen.reconciled = doubt == DoubtStage::Done;
     seen.again = step.or(seen.again);

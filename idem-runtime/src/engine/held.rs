@@ -211,7 +211,7 @@ impl HeldAttempt {
         store.context().leases().known_journal(lease.owner)
     }
 
-    /// Returns what the steps mean for the end of an attempt whose body returned an error (`is_ok` is false).
+    /// Returns the consequences of the steps for the end of an attempt whose body returned an error (`is_ok` is false).
     pub(super) fn steps_after_error(&self, is_ok: bool) -> AfterError {
         if is_ok {
             return AfterError::default();

@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::doubt::{Always, FailOnDoubt, Irreversible, Never, ReconcileOnDoubt, RerunOnDoubt, StepDoubt, UncertainIf};
-use super::name::{Step, StepName};
+use super::name::{Step, StepFacts, StepName};
 #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
 use super::run::CommittedStep;
 use super::run::{Retries, StepOptions, run};
@@ -56,9 +56,9 @@ impl Attempt {
     /// # });
     /// ```
     pub fn step(&self, name: impl Into<StepName>) -> StepBuilder {
-        let step = Step { attempt: self.clone(), name: name.into(), was: None };
+        let step = StepFacts { attempt: self.clone(), name: name.into(), was: None };
         let options = StepOptions { step, inputs: None, timeout: None, on_undecodable: OnUndecodable::Error };
-        StepBuilder { options, doubt: RerunOnDoubt, uncertain: Never }
+        StepBuilder { options: Box::new(options), doubt: RerunOnDoubt, uncertain: Never }
     }
 
     /// Makes it an error if the body returns `Ok` without having reached a step that an earlier attempt has journaled
@@ -79,7 +79,8 @@ impl Attempt {
 /// Description of a step, which [`run`](Self::run) runs.
 #[must_use = "a step does nothing until it is run"]
 pub struct StepBuilder<D = RerunOnDoubt, U = Never> {
-    options: StepOptions,
+    /// Boxed: the futures of a handler hold several copies.
+    options: Box<StepOptions>,
     doubt: D,
     uncertain: U,
 }
@@ -111,7 +112,7 @@ impl StepBuilder {
     /// Takes the name of a step whose entry is a record in a transaction. Returns the value of the step instead if an
     /// earlier attempt has journaled it.
     pub(crate) fn begin<T: DeserializeOwned>(self) -> Result<Result<T, CommittedStep>, Error> {
-        CommittedStep::begin(self.options)
+        CommittedStep::begin(*self.options)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Names of steps, and the handle that the body of a step gets.
 
 use std::fmt;
+use std::sync::Arc;
 
 use crate::engine::attempt::Attempt;
 use crate::record::journal::MAX_STEP_NAME_BYTES;
@@ -49,8 +50,12 @@ impl StepName {
 }
 
 /// A step that runs: the handle that its body and its reconciler get.
+// One pointer: the futures of a handler hold several copies.
 #[derive(Clone, Debug)]
-pub struct Step {
+pub struct Step(pub(super) Arc<StepFacts>);
+
+#[derive(Debug)]
+pub(super) struct StepFacts {
     pub(super) attempt: Attempt,
     pub(super) name: StepName,
     /// Name before a renaming, which the child key of the step keeps.
@@ -60,18 +65,18 @@ pub struct Step {
 impl Step {
     /// Returns the name of the step.
     pub fn name(&self) -> &str {
-        self.name.as_str()
+        self.0.name.as_str()
     }
 
     /// Returns the attempt that runs the step.
     pub fn attempt(&self) -> &Attempt {
-        &self.attempt
+        &self.0.attempt
     }
 
     /// Returns a key for a call to another API that accepts idempotency keys: `attempt.child_key(name)` with the name
     /// of this step. A [renamed](super::StepBuilder::was) step keeps the key of its old name. The key is the same on
     /// every attempt.
     pub fn child_key(&self) -> String {
-        self.attempt.child_key(self.was.as_ref().unwrap_or(&self.name).as_str())
+        self.attempt().child_key(self.0.was.as_ref().unwrap_or(&self.0.name).as_str())
     }
 }

@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::doubt::{Reaction, StepDoubt, UncertainIf};
-use super::name::{Step, StepName};
+use super::name::{Step, StepFacts, StepName};
 use crate::codec::Json;
 use crate::combine::race;
 use crate::engine::attempt::Attempt;
@@ -37,7 +37,7 @@ thread_local! {
 
 /// Options of a step that do not depend on the types of its body.
 pub(super) struct StepOptions {
-    pub(super) step: Step,
+    pub(super) step: StepFacts,
     pub(super) inputs: Option<Result<Fingerprint, FingerprintError>>,
     pub(super) timeout: Option<Duration>,
     pub(super) on_undecodable: OnUndecodable,
@@ -57,7 +57,7 @@ impl Retries {
 
 /// Runs a step, or returns its journaled value. `body` returns `None` if it can't run again.
 pub(super) async fn run<T, E, D, U, Fut>(
-    options: StepOptions,
+    options: Box<StepOptions>,
     doubt: D,
     uncertain: U,
     retries: Retries,
@@ -70,8 +70,9 @@ where
     U: UncertainIf<E>,
     Fut: Future<Output = Result<T, E>>,
 {
-    let StepOptions { step, inputs, timeout, on_undecodable } = options;
-    let mut tally = Tally::new(&step.attempt);
+    let StepOptions { step, inputs, timeout, on_undecodable } = *options;
+    let step = Step(Arc::new(step));
+    let mut tally = Tally::new(step.attempt());
     let mut claim = match begin(&step, &mut tally, inputs)? {
         StepStart::Runs(claim) => claim,
         StepStart::Ended { attempt, value } => {
@@ -121,8 +122,8 @@ where
         let is_uncertain = error.as_ref().is_none_or(|error| uncertain.is_uncertain(error));
         let leaves_doubt = D::REACTION != Reaction::Rerun && is_uncertain;
         if !leaves_doubt && tried < retries.tries {
-            let pause = retries.backoff.after(tried, step.attempt.lease.owner.seed() ^ u64::from(tried));
-            step.attempt.store.context().clock().sleep(pause).await;
+            let pause = retries.backoff.after(tried, step.attempt().lease.owner.seed() ^ u64::from(tried));
+            step.attempt().store.context().clock().sleep(pause).await;
             continue;
         }
         match D::REACTION {
@@ -132,7 +133,7 @@ where
         }
         let error = error.unwrap_or_else(|| {
             let problem =
-                StepProblem::TimedOut { timeout: timeout.unwrap_or_default(), retry_after: step.attempt.pause() };
+                StepProblem::TimedOut { timeout: timeout.unwrap_or_default(), retry_after: step.attempt().pause() };
             failed(&step, &mut tally, problem).into()
         });
         tally.outcome = if leaves_doubt { StepOutcome::InDoubt } else { StepOutcome::Failed };
@@ -154,7 +155,8 @@ impl CommittedStep {
     /// Takes the name of the step. Returns the value of the step instead if an earlier attempt has journaled it.
     pub(super) fn begin<T: DeserializeOwned>(options: StepOptions) -> Result<Result<T, Self>, Error> {
         let StepOptions { step, inputs, on_undecodable, .. } = options;
-        let mut tally = Tally::new(&step.attempt);
+        let step = Step(Arc::new(step));
+        let mut tally = Tally::new(step.attempt());
         match begin(&step, &mut tally, inputs.clone())? {
             StepStart::Runs(claim) => Ok(Err(Self { step, inputs, claim, tally })),
             StepStart::Ended { attempt, value } => {
@@ -202,12 +204,12 @@ impl CommittedStep {
 /// Runs `body` as the body of a step. Returns `None` if `timeout` passes before `body` has returned.
 async fn limited<F: Future>(step: &Step, timeout: Option<Duration>, body: F) -> Option<F::Output> {
     let Some(timeout) = timeout else { return Some(inside(step, body).await) };
-    race(inside(step, body), step.attempt.store.context().clock().sleep(timeout)).await
+    race(inside(step, body), step.attempt().store.context().clock().sleep(timeout)).await
 }
 
 /// Polls `body` as a part of a step: a step of the same attempt inside of `body` is refused.
 async fn inside<F: Future>(step: &Step, body: F) -> F::Output {
-    let owner = step.attempt.lease.owner;
+    let owner = step.attempt().lease.owner;
     let mut body = pin!(body);
     poll_fn(|cx| {
         let _inside = InsideStep::enter(owner);
@@ -219,11 +221,11 @@ async fn inside<F: Future>(step: &Step, body: F) -> F::Output {
 /// Logs that a step did not run or has no value, and returns its error. A later delivery may get further, so the error
 /// of the body must not be recorded as the end of the operation.
 fn failed(step: &Step, tally: &mut Tally, problem: StepProblem) -> Error {
-    let (key, store) = (step.attempt.key().clone(), step.attempt.store.context().name());
-    tracing::warn!(%key, store, attempt = step.attempt.number(), step = step.name(), %problem, "a step has no value");
+    let (key, store) = (step.attempt().key().clone(), step.attempt().store.context().name());
+    tracing::warn!(%key, store, attempt = step.attempt().number(), step = step.name(), %problem, "a step has no value");
     tally.outcome = StepOutcome::Refused;
     note_refusal();
-    if let Some(journal) = step.attempt.store.context().leases().known_journal(step.attempt.lease.owner) {
+    if let Some(journal) = step.attempt().store.context().leases().known_journal(step.attempt().lease.owner) {
         journal.keep_open();
         match problem {
             StepProblem::Interrupted { .. } => journal.interrupt(),
@@ -274,11 +276,11 @@ fn begin(
     inputs: Option<Result<Fingerprint, FingerprintError>>,
 ) -> Result<StepStart, Error> {
     let mut problem = |problem| Err(failed(step, tally, problem));
-    if !step.attempt.is_protected() {
+    if !step.attempt().is_protected() {
         return Ok(StepStart::Runs(Claim::UNJOURNALED));
     }
-    let context = step.attempt.store.context();
-    let owner = step.attempt.lease.owner;
+    let context = step.attempt().store.context();
+    let owner = step.attempt().lease.owner;
     let journal = match context.leases().journal(owner) {
         JournalAccess::On(journal) => journal,
         // Shadow mode changes no outcome.
@@ -289,7 +291,7 @@ fn begin(
         Ok(inputs) => inputs,
         Err(error) => return problem(StepProblem::InvalidInputs(error)),
     };
-    if !step.name.is_valid() || step.was.as_ref().is_some_and(|was| !was.is_valid()) {
+    if !step.0.name.is_valid() || step.0.was.as_ref().is_some_and(|was| !was.is_valid()) {
         return problem(StepProblem::InvalidName);
     }
     if !context.renews() {
@@ -307,20 +309,23 @@ fn begin(
     };
     let entry = JournalEntry {
         name: step.name().into(),
-        attempt: step.attempt.number(),
+        attempt: step.attempt().number(),
         inputs,
         progress: StepProgress::Begun,
     };
-    let was = step.was.as_ref().map(StepName::as_str);
+    let was = step.0.was.as_ref().map(StepName::as_str);
     let claimed = journal.claim(step.name(), was);
-    let claim =
-        |stage| Claim { place: Some(JournalPlace { journal, entry, was: step.was.clone() }), stage, fails: false };
+    let claim = |stage| Claim {
+        place: Some(Box::new(JournalPlace { journal, entry, was: step.0.was.clone() })),
+        stage,
+        fails: false,
+    };
     match claimed {
         StepClaim::Runs => Ok(StepStart::Runs(claim(ClaimStage::Taken))),
         StepClaim::InDoubt(earlier) => {
             let (attempt, inputs) = (earlier.attempt, earlier.inputs);
             // If the inputs differ, the drop of the claim leaves the step in doubt.
-            let claim = claim(ClaimStage::InDoubt(earlier));
+            let claim = claim(ClaimStage::InDoubt(Box::new(earlier)));
             other_inputs(attempt, inputs).map_or(Ok(StepStart::Runs(claim)), problem)
         }
         StepClaim::Ended { attempt, inputs, value } => {
@@ -340,7 +345,7 @@ fn is_same(recorded: Option<&Fingerprint>, presented: &Fingerprint) -> bool {
 /// The name of a step whose body has not ended. The drop gives the name back.
 struct Claim {
     /// `None` if the step is not journaled.
-    place: Option<JournalPlace>,
+    place: Option<Box<JournalPlace>>,
     stage: ClaimStage,
     /// True if a doubt that the body leaves is one for an operator.
     fails: bool,
@@ -360,7 +365,7 @@ enum ClaimStage {
     /// The beginning of the body is being journaled. The body has not begun.
     Begins,
     /// The effect is in doubt since this entry.
-    InDoubt(JournalEntry),
+    InDoubt(Box<JournalEntry>),
     /// The entry of the end leaves with the next write of the journal.
     Ended,
 }
@@ -378,7 +383,8 @@ impl Claim {
 
     /// Journals that the body begins.
     async fn confirm_beginning(&mut self, step: &Step, tally: &mut Tally) -> Result<(), Error> {
-        let Some(JournalPlace { journal, entry, .. }) = &self.place else { return Ok(()) };
+        let Some(place) = &self.place else { return Ok(()) };
+        let JournalPlace { journal, entry, .. } = &**place;
         let begun = match &self.stage {
             // A doubt keeps its name, so that one entry can end it.
             ClaimStage::InDoubt(since) => JournalEntry { name: since.name.clone(), ..entry.clone() },
@@ -390,7 +396,7 @@ impl Claim {
         journal.add(begun.clone());
         confirm(step, journal, &begun.name).await.inspect_err(|_| tally.outcome = StepOutcome::Unconfirmed)?;
         journal.began(begun.clone());
-        self.stage = ClaimStage::InDoubt(begun);
+        self.stage = ClaimStage::InDoubt(Box::new(begun));
         Ok(())
     }
 
@@ -407,7 +413,8 @@ impl Claim {
             if let StoredResult::TooLarge { .. } | StoredResult::Unencodable = stored {
                 left_out(step, step.name(), &stored);
             }
-            let Some(JournalPlace { journal, entry, .. }) = self.place.take() else { return Ok(value) };
+            let Some(place) = self.place.take() else { return Ok(value) };
+            let JournalPlace { journal, entry, .. } = *place;
             let since = match &self.stage {
                 ClaimStage::InDoubt(since) => Some(&*since.name),
                 _ => None,
@@ -422,15 +429,14 @@ impl Claim {
 
     /// Journals that the body has had no effect.
     async fn undo(&mut self, step: &Step) {
-        let (Some(JournalPlace { journal, entry, .. }), ClaimStage::InDoubt(since)) = (&self.place, &self.stage) else {
-            return;
-        };
+        let (Some(place), ClaimStage::InDoubt(since)) = (&self.place, &self.stage) else { return };
+        let JournalPlace { journal, entry, .. } = &**place;
         let name = since.name.clone();
         journal.undo(JournalEntry { name: name.clone(), progress: StepProgress::Undone, ..entry.clone() });
         self.stage = ClaimStage::Taken;
         if let Err(error) = confirm(step, journal, &name).await {
             tracing::warn!(
-                key = %step.attempt.key(), store = step.attempt.store.context().name(), step = step.name(), %error,
+                key = %step.attempt().key(), store = step.attempt().store.context().name(), step = step.name(), %error,
                 "the body of the step returned an error, and its entry that the effect did not happen is not confirmed; the                  next attempt may find the step in doubt"
             );
         }
@@ -439,7 +445,8 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        let Some(JournalPlace { journal, entry, was }) = &self.place else { return };
+        let Some(place) = &self.place else { return };
+        let JournalPlace { journal, entry, was } = &**place;
         match &self.stage {
             ClaimStage::Taken => {}
             ClaimStage::Begins => journal.withdraw(entry),
@@ -456,8 +463,18 @@ impl Drop for Claim {
 }
 
 /// Waits until the store has confirmed all entries of the step `name`. Steps that end together share a write.
-async fn confirm(step: &Step, journal: &StepJournal, name: &str) -> Result<(), Error> {
-    let Attempt { store, lease, reserved_at, .. } = &step.attempt;
+///
+/// Boxed: the writes of a journal are few, and their future is larger than the rest of a step.
+fn confirm<'a>(
+    step: &'a Step,
+    journal: &'a StepJournal,
+    name: &'a str,
+) -> Pin<Box<dyn Future<Output = Result<(), Error>> + Send + 'a>> {
+    Box::pin(write_entries(step, journal, name))
+}
+
+async fn write_entries(step: &Step, journal: &StepJournal, name: &str) -> Result<(), Error> {
+    let Attempt { store, lease, reserved_at, .. } = step.attempt();
     note_journaled();
     let _turn = match journal.turn.try_lock() {
         Ok(turn) => Some(turn),
@@ -475,17 +492,17 @@ async fn confirm(step: &Step, journal: &StepJournal, name: &str) -> Result<(), E
                 store.context().leases().confirmed(lease.owner, asked_at);
                 journal.confirm(&write);
             }
-            Ok(Verdict::Refused) => return unconfirmed(step.attempt.refused()),
+            Ok(Verdict::Refused) => return unconfirmed(step.attempt().refused()),
             Err(error) if error.kind() == StoreErrorKind::TooLarge && !error.may_have_landed() => {
                 // Without its largest value, the journal may fit. No step must run again only because a value is large.
                 match journal.drop_largest(&write) {
                     Some((name, size)) => left_out(step, &name, &StoredResult::TooLarge { size }),
-                    None => return unconfirmed(step.attempt.unconfirmed(error)),
+                    None => return unconfirmed(step.attempt().unconfirmed(error)),
                 }
             }
             Err(source) => {
                 if !may_pass(&source) || !tries.again().await {
-                    return unconfirmed(step.attempt.unconfirmed(source));
+                    return unconfirmed(step.attempt().unconfirmed(source));
                 }
             }
         }
@@ -496,7 +513,7 @@ async fn confirm(step: &Step, journal: &StepJournal, name: &str) -> Result<(), E
 /// Logs that a step is journaled without its value.
 fn left_out(step: &Step, name: &str, why: &StoredResult) {
     tracing::warn!(
-        key = %step.attempt.key(), store = step.attempt.store.context().name(), attempt = step.attempt.number(),
+        key = %step.attempt().key(), store = step.attempt().store.context().name(), attempt = step.attempt().number(),
         step = name, ?why,
         "the step is journaled without its value; a later attempt can't continue after it"
     );

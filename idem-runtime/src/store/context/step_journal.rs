@@ -14,15 +14,15 @@ use crate::sync::{Mutex, lock};
 pub(crate) struct StepJournal {
     steps: Mutex<Steps>,
     /// Held by the task that writes the journal to the store. The entries of other steps that end meanwhile leave with
-    /// the next write, together. A task that has waited too long writes without its turn: the holder may be a future that
-    /// is not polled, because a `select!` of the body runs another step meanwhile.
+    /// the next write, together. A task that has waited too long writes without its turn: the holder may be a future
+    /// that is not polled, because a `select!` of the body runs another step meanwhile.
     pub(crate) turn: tokio::sync::Mutex<()>,
 }
 
 #[derive(Debug, Default)]
 struct Steps {
-    /// Last entries of the steps of earlier attempts that this attempt has not used, and the beginnings of all steps whose
-    /// effects are in doubt, by name.
+    /// Last entries of the steps of earlier attempts that this attempt has not used, and the beginnings of all steps
+    /// whose effects are in doubt, by name.
     earlier: BTreeMap<Box<str>, JournalEntry>,
     /// Names that this attempt has used: of running steps, and of steps that have ended with a value.
     used: BTreeSet<Box<str>>,
@@ -32,18 +32,18 @@ struct Steps {
     unconfirmed: Vec<JournalEntry>,
     /// Number of entries of this attempt that the store has confirmed.
     done: usize,
-    /// Number of entries of this attempt that a write may have brought to the store, at least `done`. These entries never
-    /// change: the store would keep the longer one of two journals.
+    /// Number of entries of this attempt that a write may have brought to the store, at least `done`. These entries
+    /// never change: the store would keep the longer one of two journals.
     sent: usize,
     /// Whether the end of the attempt fails if it has not reached a journaled step.
     strict: bool,
-    /// What an error of the body means for the operation.
+    /// Consequences of an error of the body.
     after_error: AfterError,
     /// Reason why the journal of earlier attempts can't be read.
     damage: Option<JournalError>,
 }
 
-/// What the steps of an attempt mean for the end of an attempt whose body returned an error.
+/// Consequences of the steps of an attempt for its end, if its body returned an error.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct AfterError {
     /// True if the error must not be recorded as the end of the operation: a step was refused, or is in doubt.
