@@ -456,8 +456,8 @@ fn polling<T>(facts: &mut Facts, poll: impl FnOnce() -> T) -> T {
     polled
 }
 
-/// Sets the end of an attempt whose body or reconciler has returned. `steps`: nothing if the body returned `Ok`. Returns
-/// who settles the doubt, if the body has reported a doubt.
+/// Sets the end of an attempt whose body or reconciler has returned. `steps`: consequences of the steps, if the body
+/// returned an error. Returns who settles the doubt, if the body has reported a doubt.
 fn end_of(
     ending: &mut EndingAttempt,
     (is_ok, doubt, steps): (bool, DoubtStage, AfterError),
