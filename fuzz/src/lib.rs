@@ -9,6 +9,7 @@ pub mod columns;
 pub mod envelopes;
 pub mod fingerprints;
 mod input;
+pub mod journals;
 pub mod keys;
 pub mod record;
 
@@ -16,12 +17,13 @@ pub mod record;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 7] = [
+pub const TARGETS: [Target; 8] = [
     ("bodies", bodies::bodies),
     ("codecs", codecs::codecs),
     ("columns", columns::columns_as_stored),
     ("envelopes", envelopes::envelopes),
     ("fingerprints", fingerprints::fingerprints),
+    ("journals", journals::journals),
     ("keys", keys::keys),
     ("record", record::record),
 ];
