@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use idem_runtime::record::Record;
 use idem_runtime::store::{Finish, Lease, Release, Reservation, ReserveRequest, StoreFuture, Verdict, forward};
-use idem_runtime::{Error, Key, MemoryStore, Operation, Policy, Reconciliation, Store, idempotent};
+use idem_runtime::{Error, Key, MemoryStore, Operation, Policy, Reconciliation, Store, current, idempotent};
 
 #[path = "../src/receipt.rs"]
 mod receipt;
@@ -64,13 +64,15 @@ async fn ship(store: &dyn Store, order_id: u64) -> Result<Receipt, Error> {
 }
 
 /// Work whose instructions are counted.
-const WORK: [(&str, Work); 6] = [
+const WORK: [(&str, Work); 8] = [
     ("first run, no store", Work::Granted),
     ("first run", Work::First),
     ("first run of a handler with a reconciler", Work::WithReconciler),
     ("replay", Work::Replay),
     ("duplicate of a running attempt", Work::Refused),
     ("uncertain error, then a reconciler that knows", Work::Reconciled),
+    ("first run with three steps", Work::Steps),
+    ("error after ten steps, then an attempt that continues", Work::Continued),
 ];
 
 #[derive(Clone, Copy)]
@@ -81,6 +83,8 @@ enum Work {
     Replay,
     Refused,
     Reconciled,
+    Steps,
+    Continued,
 }
 
 /// Ships by an operation with a reconciler. The effect of an order that `is_lost` is in doubt.
@@ -89,6 +93,19 @@ async fn reconciling(store: &MemoryStore, order_id: u64, is_lost: bool) -> Resul
         .uncertain_errors()
         .reconcile(async { Ok(Reconciliation::Done(Receipt::of(order_id))) });
     operation.run(async { if is_lost { Err(Error::NoAttempt) } else { Ok(Receipt::of(order_id)) } }).await
+}
+
+/// Ships in steps, and then fails if `fails`.
+async fn in_steps(store: &MemoryStore, order_id: u64, steps: u64, fails: bool) -> Result<Receipt, Error> {
+    let operation = Operation::new(store, Key::new("bench::ship", order_id), Policy::new(TTL));
+    let body = async {
+        let attempt = current()?;
+        for line in 0..steps {
+            attempt.step(("line", line)).run(async |_| Ok::<_, Error>(line)).await?;
+        }
+        if fails { Err(Error::NoAttempt) } else { Ok(Receipt::of(order_id)) }
+    };
+    operation.run(body).await
 }
 
 /// Makes the calls in this process.
@@ -129,6 +146,17 @@ async fn calls(work: Work, count: u64) {
             for order_id in 0..count {
                 reconciling(&store, order_id, true).await.expect_err("is lost");
                 reconciling(&store, order_id, true).await.expect("is found");
+            }
+        }
+        Work::Steps => {
+            for order_id in 0..count {
+                in_steps(&store, order_id, 3, false).await.expect("ships");
+            }
+        }
+        Work::Continued => {
+            for order_id in 0..count {
+                in_steps(&store, order_id, 10, true).await.expect_err("fails");
+                in_steps(&store, order_id, 10, false).await.expect("continues");
             }
         }
     }
