@@ -100,6 +100,36 @@ async fn a_body_is_not_polled_beyond_its_lease_until_it_is_renewed() {
 }
 
 #[tokio::test]
+async fn a_body_that_waits_for_its_lease_is_woken_by_a_confirmation_of_another_task() {
+    #[derive(Default)]
+    struct Wakes(AtomicU32);
+    impl std::task::Wake for Wakes {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+    let (world, wakes, attempt) = (World::new(), Arc::new(Wakes::default()), std::sync::Mutex::new(None));
+    let body = async {
+        *attempt.lock().unwrap() = Some(current()?);
+        std::future::pending::<Result<u32, Error>>().await
+    };
+    let mut call = Box::pin(world.operation(POLICY).run(body));
+    let waker = Waker::from(Arc::clone(&wakes));
+    let mut poll = || call.as_mut().poll(&mut Context::from_waker(&waker));
+    assert!(poll().is_pending());
+    // The renewals fail until the lease has lapsed. The body is then not polled, so it misses its own wake-ups.
+    world.store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));
+    world.clock.advance(LEASE * 2);
+    settle().await;
+    assert!(poll().is_pending());
+    let before = wakes.0.load(Ordering::SeqCst);
+    world.store.always(StoreCall::Renew, Fault::None);
+    let attempt = attempt.lock().unwrap().take().unwrap();
+    attempt.confirm_lease().await.unwrap();
+    assert_eq!(wakes.0.load(Ordering::SeqCst), before + 1);
+}
+
+#[tokio::test]
 async fn a_body_that_hangs_holds_its_key_for_its_timeout_at_most() {
     for (policy, left) in [(POLICY, State::Released), (POLICY.on_crash(OnCrash::Fail), State::Interrupted)] {
         let world = World::new();

@@ -272,15 +272,20 @@ impl Leases {
     /// Records that the store has confirmed a renewal of the lease of `owner`. Another part of the engine sent this
     /// renewal at `asked_at`.
     pub(crate) fn confirmed(&self, owner: OwnerToken, asked_at: Instant) {
-        let mut late = None;
+        let (mut late, mut waker) = (None, None);
         if let Some(entry) = self.table.shard_of(owner).get_mut(&owner) {
-            if entry.lapsed_under_fail(|| self.clock.now()) {
-                late = Some(entry.lease.key.clone());
+            if entry.held_until() <= self.clock.now() {
+                late = (entry.lease.on_crash == OnCrash::Fail).then(|| entry.lease.key.clone());
+                // The body waits for this renewal: the heartbeat finds no lapsed lease any more.
+                waker = entry.waker.take();
             }
             entry.confirmed_at = entry.confirmed_at.max(asked_at);
         }
         if let Some(key) = late {
             self.late_writes.ended_late(&key);
+        }
+        if let Some(waker) = waker {
+            waker.wake();
         }
     }
 
