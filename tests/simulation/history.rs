@@ -316,7 +316,7 @@ impl History {
     /// Converts `seen`, the revision of a record that an operator has inspected, to the type that the reference uses.
     pub(crate) fn sight(&self, seen: &Revision) -> Sight {
         let text = seen.to_string();
-        let (_, tag) = text.rsplit_once('-').expect("a mark");
+        let tag = text.split('-').nth(2).expect("a mark");
         let (owner, decisions) = self.descent(|token| format!("{token:?}").trim_end_matches('…') == tag);
         Sight { owner, decisions, attempt: seen.attempt(), standing: seen.standing() }
     }
