@@ -114,8 +114,8 @@ async fn a_body_that_waits_for_its_lease_is_woken_by_a_confirmation_of_another_t
         std::future::pending::<Result<u32, Error>>().await
     };
     let mut call = Box::pin(world.operation(POLICY).run(body));
-    let waker = Waker::from(Arc::clone(&wakes));
-    let mut poll = || call.as_mut().poll(&mut Context::from_waker(&waker));
+    let task = Waker::from(Arc::clone(&wakes));
+    let mut poll = || call.as_mut().poll(&mut Context::from_waker(&task));
     assert!(poll().is_pending());
     // The renewals fail until the lease has lapsed. The body is then not polled, so it misses its own wake-ups.
     world.store.always(StoreCall::Renew, Fault::Before(StoreErrorKind::Unavailable));

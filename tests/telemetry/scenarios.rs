@@ -402,7 +402,7 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
         is_error: true,
         fields: &[("idem.uncertain", "true")],
         events: &[
-            ("WARN", "the body of the step returned an uncertain error"),
+            ("WARN", "the effect of a step is in doubt"),
             ("ERROR", "the body returned an error, its effect is in doubt, and no other body may run"),
         ],
         counts: &[("idem_uncertain_total", "kind", "reported"), ("idem_steps_total", "outcome", "in_doubt")],
