@@ -27,9 +27,6 @@ use crate::record::journaled_step::MAX_STEP_VALUE_BYTES;
 use crate::record::{OwnerToken, StoredResult, Verdict};
 use crate::store::{JournalAccess, StepClaim, StepJournal, StoreErrorKind};
 
-/// Largest value of a step, in bytes. A larger value is journaled as ended, without its value.
-const MAX_VALUE_BYTES: usize = MAX_STEP_VALUE_BYTES;
-
 thread_local! {
     /// Attempt whose step is being polled on this thread.
     static STEP_OF: Cell<Option<OwnerToken>> = const { Cell::new(None) };
@@ -76,11 +73,7 @@ where
     let mut claim = match begin(&step, &mut tally, inputs)? {
         StepStart::Runs(claim) => claim,
         StepStart::Ended { attempt, value } => {
-            tally.outcome = StepOutcome::Replayed;
-            return read::<Json, T>(&value, false, on_undecodable).map_err(|problem| {
-                let problem = StepProblem::ValueUnavailable { attempt, problem: Box::new(problem) };
-                failed(&step, &mut tally, problem).into()
-            });
+            return Ok(replay(&step, &mut tally, attempt, &value, on_undecodable)?);
         }
     };
     claim.fails = D::REACTION == Reaction::Fail;
@@ -126,10 +119,8 @@ where
             step.attempt().store.context().clock().sleep(pause).await;
             continue;
         }
-        match D::REACTION {
-            Reaction::Rerun => {}
-            _ if leaves_doubt => {}
-            _ => claim.undo(&step).await,
+        if D::REACTION != Reaction::Rerun && !leaves_doubt {
+            claim.undo(&step).await;
         }
         let error = error.unwrap_or_else(|| {
             let problem =
@@ -159,14 +150,7 @@ impl CommittedStep {
         let mut tally = Tally::new(step.attempt());
         match begin(&step, &mut tally, inputs.clone())? {
             StepStart::Runs(claim) => Ok(Err(Self { step, inputs, claim, tally })),
-            StepStart::Ended { attempt, value } => {
-                tally.outcome = StepOutcome::Replayed;
-                let value = read::<Json, T>(&value, false, on_undecodable).map_err(|problem| {
-                    let problem = StepProblem::ValueUnavailable { attempt, problem: Box::new(problem) };
-                    failed(&step, &mut tally, problem)
-                });
-                value.map(Ok)
-            }
+            StepStart::Ended { attempt, value } => replay(&step, &mut tally, attempt, &value, on_undecodable).map(Ok),
         }
     }
 
@@ -189,16 +173,29 @@ impl CommittedStep {
         inside(&self.step, body).await
     }
 
-    /// Ends the step: `replayed` is true if its record in the transaction had its value. The drop gives the name back.
+    /// Ends the step, whose name stays taken. `replayed`: whether its record in the transaction had its value.
     pub(crate) fn ended(mut self, replayed: bool) {
         self.tally.outcome = if replayed { StepOutcome::Replayed } else { StepOutcome::Ran };
-        // The name stays taken.
         self.claim.place = None;
     }
 
+    /// Ends the step without a value. The drop gives the name back.
     pub(crate) fn failed(mut self) {
         self.tally.outcome = StepOutcome::Failed;
     }
+}
+
+/// Returns the value that the attempt `attempt` has journaled.
+fn replay<T: DeserializeOwned>(
+    step: &Step,
+    tally: &mut Tally,
+    attempt: u32,
+    value: &StoredResult,
+    on_undecodable: OnUndecodable,
+) -> Result<T, Error> {
+    tally.outcome = StepOutcome::Replayed;
+    read::<Json, T>(value, false, on_undecodable)
+        .map_err(|problem| failed(step, tally, StepProblem::ValueUnavailable { attempt, problem: Box::new(problem) }))
 }
 
 /// Runs `body` as the body of a step. Returns `None` if `timeout` passes before `body` has returned.
@@ -223,7 +220,10 @@ async fn inside<F: Future>(step: &Step, body: F) -> F::Output {
 fn failed(step: &Step, tally: &mut Tally, problem: StepProblem) -> Error {
     let (key, store) = (step.attempt().key().clone(), step.attempt().store.context().name());
     tracing::warn!(%key, store, attempt = step.attempt().number(), step = step.name(), %problem, "a step has no value");
-    tally.outcome = StepOutcome::Refused;
+    tally.outcome = match problem {
+        StepProblem::Interrupted { .. } | StepProblem::Unresolved { .. } => StepOutcome::InDoubt,
+        _ => StepOutcome::Refused,
+    };
     note_refusal();
     if let Some(journal) = step.attempt().store.context().leases().known_journal(step.attempt().lease.owner) {
         journal.keep_open();
@@ -232,9 +232,6 @@ fn failed(step: &Step, tally: &mut Tally, problem: StepProblem) -> Error {
             StepProblem::Unresolved { ask_again, .. } => journal.ask_again(ask_again),
             _ => {}
         }
-    }
-    if let StepProblem::Interrupted { .. } | StepProblem::Unresolved { .. } = problem {
-        tally.outcome = StepOutcome::InDoubt;
     }
     Error::Step { key, store, step: step.name().into(), problem }
 }
@@ -409,7 +406,7 @@ impl Claim {
     {
         if self.place.is_some() {
             // If the encoding panics, the claim is dropped as if the body had panicked.
-            let stored = payload::<Json, T>(&value, MAX_VALUE_BYTES);
+            let stored = payload::<Json, T>(&value, MAX_STEP_VALUE_BYTES);
             if let StoredResult::TooLarge { .. } | StoredResult::Unencodable = stored {
                 left_out(step, step.name(), &stored);
             }
@@ -437,7 +434,8 @@ impl Claim {
         if let Err(error) = confirm(step, journal, &name).await {
             tracing::warn!(
                 key = %step.attempt().key(), store = step.attempt().store.context().name(), step = step.name(), %error,
-                "the body of the step returned an error, and its entry that the effect did not happen is not confirmed; the                  next attempt may find the step in doubt"
+                "the body of the step returned an error, and its entry that the effect did not happen is not confirmed; the \
+                 next attempt may find the step in doubt"
             );
         }
     }

@@ -220,7 +220,7 @@ impl StepJournal {
     }
 
     /// Returns the write that brings the entry of the step `name` to the store, with all other unconfirmed entries;
-    /// `None` if the store has confirmed the entry. Only the holder of `turn` writes.
+    /// `None` if the store has confirmed the entry. See `turn` for who writes.
     pub(crate) fn write(&self, name: &str) -> Option<JournalWrite> {
         let mut steps = lock(&self.steps);
         if !steps.unconfirmed.iter().any(|entry| *entry.name == *name) {
