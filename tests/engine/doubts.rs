@@ -1,68 +1,31 @@
 //! Steps whose effects are in doubt: crashes, uncertain errors and time limits inside of a step.
 
 use std::pin::Pin;
-use std::sync::Mutex;
 
 use idem_runtime::policy::{Backoff, OnUndecodable};
 use idem_runtime::step::{StepBuilder, StepProblem};
 use idem_runtime::{Reconciliation, StoreExt as _, Undecodable};
 
 use super::super::*;
+use super::steps::{Effects, lost, problem};
 
 const PAUSE: Duration = Duration::from_secs(7);
-
-/// Effects in the outside world, by the child key that each call presented.
-#[derive(Default)]
-struct Effects(Mutex<Vec<String>>);
-
-impl Effects {
-    fn count(&self) -> usize {
-        self.0.lock().unwrap().len()
-    }
-
-    fn happen(&self, key: String) -> u32 {
-        self.0.lock().unwrap().push(key);
-        u32::try_from(self.count()).unwrap()
-    }
-}
-
-/// Returns the problem of a step, and panics for any other result.
-fn problem<T: std::fmt::Debug>(result: Result<T, Error>) -> StepProblem {
-    match result {
-        Err(Error::Step { problem, .. }) => problem,
-        other => panic!("{other:?}"),
-    }
-}
-
-/// Error of a body, with a number that the test reads back.
-fn lost(retry_after: Duration) -> Error {
-    Error::MessageLost { key: None, attempt: None, retry_after }
-}
 
 fn wire() -> Result<StepBuilder, Error> {
     Ok(current()?.step("wire"))
 }
 
 impl World {
-    /// Makes one call with this body.
+    /// Makes one call with this body, and moves the clock while the call waits.
     async fn call_of<T>(&self, body: impl Future<Output = Result<T, Error>>) -> Result<T, Error>
     where
         T: Serialize + for<'a> Deserialize<'a>,
     {
-        let mut call = Box::pin(self.operation(POLICY).run(body));
-        loop {
-            match poll_once(call.as_mut()).await {
-                Poll::Ready(ended) => return ended,
-                Poll::Pending => {
-                    self.clock.advance(Duration::from_millis(20));
-                    settle().await;
-                }
-            }
-        }
+        self.moving(Box::pin(self.run(body)).as_mut(), Duration::from_millis(20)).await
     }
 
     /// Runs the body as a process that dies at the first await that does not end immediately.
-    async fn dies_in<T>(&self, body: impl Future<Output = Result<T, Error>>)
+    pub(super) async fn dies_in<T>(&self, body: impl Future<Output = Result<T, Error>>)
     where
         T: Serialize + for<'a> Deserialize<'a>,
     {

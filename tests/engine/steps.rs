@@ -9,21 +9,26 @@ use super::super::*;
 
 /// Effects in the outside world, by the child key that each call presented.
 #[derive(Default)]
-struct Effects(Mutex<Vec<String>>);
+pub(super) struct Effects(pub(super) Mutex<Vec<String>>);
 
 impl Effects {
-    fn count(&self) -> usize {
+    pub(super) fn count(&self) -> usize {
         self.0.lock().unwrap().len()
     }
 
-    async fn charge(&self, key: String) -> Result<u32, Error> {
+    /// Makes an effect, and returns the number of effects.
+    pub(super) fn happen(&self, key: String) -> u32 {
         self.0.lock().unwrap().push(key);
-        Ok(u32::try_from(self.count()).unwrap())
+        u32::try_from(self.count()).unwrap()
+    }
+
+    async fn charge(&self, key: String) -> Result<u32, Error> {
+        Ok(self.happen(key))
     }
 }
 
 /// Returns the problem of a step, and panics for any other result.
-fn problem<T: std::fmt::Debug>(result: Result<T, Error>) -> StepProblem {
+pub(super) fn problem<T: std::fmt::Debug>(result: Result<T, Error>) -> StepProblem {
     match result {
         Err(Error::Step { problem, .. }) => problem,
         other => panic!("{other:?}"),
@@ -31,13 +36,13 @@ fn problem<T: std::fmt::Debug>(result: Result<T, Error>) -> StepProblem {
 }
 
 /// Error of a body, with a number that the test reads back.
-fn lost(retry_after: Duration) -> Error {
+pub(super) fn lost(retry_after: Duration) -> Error {
     Error::MessageLost { key: None, attempt: None, retry_after }
 }
 
 impl World {
     /// Makes one call with this body.
-    async fn run<T>(&self, body: impl Future<Output = Result<T, Error>>) -> Result<T, Error>
+    pub(super) async fn run<T>(&self, body: impl Future<Output = Result<T, Error>>) -> Result<T, Error>
     where
         T: Serialize + for<'a> Deserialize<'a>,
     {
@@ -45,7 +50,7 @@ impl World {
     }
 
     /// Polls `call` to its end, and moves the clock by `pause` between two polls.
-    async fn moving<F: Future>(&self, mut call: std::pin::Pin<&mut F>, pause: Duration) -> F::Output {
+    pub(super) async fn moving<F: Future>(&self, mut call: std::pin::Pin<&mut F>, pause: Duration) -> F::Output {
         loop {
             match poll_once(call.as_mut()).await {
                 std::task::Poll::Ready(ended) => return ended,
@@ -108,16 +113,7 @@ async fn a_crash_runs_only_the_steps_that_had_not_ended() {
         current()?.step("charge").run(async |step| effects.charge(step.child_key()).await).await?;
         std::future::pending::<Result<u32, Error>>().await
     };
-    let dead = FaultyStore::new(&world.store);
-    let operation = Operation::new(&dead, Ok(World::key("k")), POLICY);
-    let mut call = Box::pin(operation.run(dies));
-    assert!(poll_once(call.as_mut()).await.is_pending());
-    // The process dies: nothing renews or releases its lease.
-    std::mem::forget(call);
-    for call in [StoreCall::Renew, StoreCall::Release] {
-        dead.always(call, Fault::Hang);
-    }
-    world.clock.advance(LEASE * 2);
+    world.dies_in(dies).await;
     let body = async {
         let attempt = current()?;
         assert_eq!(attempt.number(), 2);
