@@ -2,7 +2,7 @@
 
 use std::pin::Pin;
 
-use idem_runtime::policy::{Backoff, OnUndecodable};
+use idem_runtime::policy::{Backoff, OnUndecodable, StepPolicy};
 use idem_runtime::step::{StepBuilder, StepProblem};
 use idem_runtime::{Reconciliation, StoreExt as _, Undecodable};
 
@@ -418,7 +418,7 @@ async fn a_renamed_step_continues_under_its_new_name() {
     };
     assert!(world.call_of(body).await.is_err());
     let strict = async {
-        current()?.strict_steps();
+        current()?.set_step_policy(StepPolicy::new().strict());
         current()?.step("charge").fail().run(async |_| Ok::<_, Error>(0_u32)).await
     };
     assert_eq!(world.call_of(strict).await.unwrap(), 9);
@@ -496,14 +496,14 @@ async fn a_journaled_step_that_is_not_reached_is_an_error_in_a_strict_attempt() 
     };
     assert!(world.call_of(body).await.is_err());
     let strict = async {
-        current()?.strict_steps();
+        current()?.set_step_policy(StepPolicy::new().strict());
         Ok(1_u32)
     };
     let (refused, outcome) = observe(world.call_of(strict)).await;
     assert!(matches!(problem(refused), StepProblem::NotReached { attempt: 1, .. }));
     assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "{outcome:?}");
     let strict = async {
-        current()?.strict_steps();
+        current()?.set_step_policy(StepPolicy::new().strict());
         current()?.step("charge").run(async |_| Ok::<_, Error>(0_u32)).await?;
         Err::<u32, _>(Error::NoAttempt)
     };

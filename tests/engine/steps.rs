@@ -1,9 +1,12 @@
 //! Steps: what is journaled, what runs again, and what is refused.
 
+use std::pin::Pin;
 use std::sync::Mutex;
 
+use idem_runtime::policy::{Backoff, StepPolicy};
 use idem_runtime::step::StepProblem;
-use idem_runtime::store::Journal;
+use idem_runtime::store::{Journal, StepState};
+use idem_runtime::{MessagePack, Postcard, StoreExt as _};
 
 use super::super::*;
 
@@ -519,4 +522,144 @@ async fn running_steps_count_against_the_number_of_steps() {
         Ok(0_u32)
     };
     world.run(body).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_policy_limits_the_steps_the_values_and_the_journal() {
+    let world = World::new();
+    let body = async {
+        let attempt = current()?;
+        attempt.set_step_policy(StepPolicy::new().max_steps(3).max_value_bytes(10).max_journal_bytes(400));
+        let step = |name: &'static str, len| attempt.step(name).run(async move |_| Ok::<_, Error>("x".repeat(len)));
+        assert_eq!(step("short", 8).await?.len(), 8);
+        assert_eq!(step("long", 9).await?.len(), 9, "this attempt has the value");
+        step("third", 0).await?;
+        assert!(matches!(problem(step("fourth", 0).await), StepProblem::TooMany { max: 3, .. }));
+        attempt.set_step_policy(StepPolicy::new().max_journal_bytes(400));
+        assert_eq!(step("wide", 350).await?.len(), 350, "the value does not fit into the journal");
+        step("fills", 200).await?;
+        let refused = attempt.step("fifth").run(async |_| Ok::<_, Error>(unreachable_value())).await;
+        assert!(matches!(problem(refused), StepProblem::JournalFull { max: 400, .. }));
+        Err::<u32, _>(lost(Duration::from_secs(1)))
+    };
+    assert!(matches!(world.run(body).await, Err(Error::MessageLost { .. })));
+    assert!(world.journal().await.unwrap().bytes().len() <= 400);
+    let body = async {
+        let attempt = current()?;
+        let step = |name: &'static str| attempt.step(name).run(async |_| Ok::<_, Error>("again".to_owned()));
+        assert_eq!(step("short").await?, "xxxxxxxx");
+        assert!(matches!(problem(step("long").await), StepProblem::ValueUnavailable { attempt: 1, .. }));
+        assert!(matches!(problem(step("wide").await), StepProblem::ValueUnavailable { attempt: 1, .. }));
+        assert_eq!(step("fills").await?.len(), 200);
+        Ok(0_u32)
+    };
+    world.run(body).await.unwrap();
+}
+
+/// The body of a step runs only if the journal has room for its entries, so no effect is without an entry.
+#[tokio::test]
+async fn each_step_that_has_run_has_an_entry_in_a_full_journal() {
+    for limit in (100..1500).step_by(37) {
+        let (world, effects) = (World::new(), Effects::default());
+        let body = async {
+            let attempt = current()?;
+            attempt.set_step_policy(StepPolicy::new().max_journal_bytes(limit));
+            let steps = (0..12).map(|at| {
+                let step = attempt.step(("line", at));
+                let effects = &effects;
+                let running: Pin<Box<dyn Future<Output = Result<u32, Error>>>> = match at % 3 {
+                    0 => Box::pin(step.run(async |step| effects.charge(step.child_key()).await)),
+                    1 => Box::pin(step.fail().run(async |step| {
+                        yields(1).await;
+                        effects.charge(step.child_key()).await
+                    })),
+                    _ => Box::pin(step.was(("old", at)).fail().run(async |step| {
+                        effects.charge(step.child_key()).await?;
+                        Err::<u32, _>(lost(Duration::from_secs(1)))
+                    })),
+                };
+                running
+            });
+            let ran = futures::future::join_all(steps).await.iter().filter(|ended| ended.is_ok()).count();
+            let journal = world.journal().await;
+            let steps = journal.as_ref().map_or_else(Vec::new, |journal| journal.steps().unwrap());
+            assert!(journal.is_none_or(|journal| journal.bytes().len() <= limit), "{limit}");
+            assert_eq!(steps.iter().filter(|step| step.state() == StepState::Ended).count(), ran, "{limit}");
+            assert_eq!(steps.len(), effects.count(), "{limit}");
+            Ok(0_u32)
+        };
+        world.run(body).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_policy_keeps_the_journal_with_the_result() {
+    let world = World::new();
+    for attempt in 1..=3 {
+        let body = async {
+            let attempt = current()?;
+            attempt.set_step_policy(StepPolicy::new().keep());
+            attempt.step("charge").run(async |_| Ok::<_, Error>(7_u32)).await?;
+            if attempt.number() == 1 {
+                return Err(lost(Duration::from_secs(1)));
+            }
+            attempt.step("book").run(async |_| Ok::<_, Error>("parcel".to_owned())).await
+        };
+        // The third call is a duplicate.
+        let ended = world.run(body).await;
+        assert!(ended.is_err() == (attempt == 1) && ended.is_ok_and(|parcel| parcel == "parcel") == (attempt > 1));
+    }
+    let operator = world.memory.operator().by("alice").reason("INC-7");
+    let found = operator.inspect(&World::key("k")).await.unwrap().unwrap();
+    let steps = found.steps().unwrap();
+    let steps: Vec<_> = steps.iter().map(|step| (step.name(), step.attempt(), step.state())).collect();
+    assert_eq!(steps, [("charge", 1, StepState::Ended), ("book", 2, StepState::Ended)]);
+    let json = found.record.state.result().unwrap();
+    assert!(
+        matches!(json, StoredResult::Encoded { codec, bytes } if codec.as_str() == "json" && bytes == "\"parcel\"")
+    );
+    // A decision names the record that the operator saw.
+    operator.discard(&World::key("k"), &found).await.unwrap();
+    assert!(operator.inspect(&World::key("k")).await.unwrap().unwrap().steps().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn a_result_that_fits_only_alone_is_recorded_without_its_journal() {
+    let world = World::new();
+    let body = async {
+        let attempt = current()?;
+        attempt.set_step_policy(StepPolicy::new().keep());
+        attempt.step("charge").run(async |_| Ok::<_, Error>(7_u32)).await
+    };
+    world.store.next(StoreCall::Finish, Fault::Before(StoreErrorKind::TooLarge));
+    assert_eq!(world.run(body).await.unwrap(), 7);
+    assert_eq!(world.run(async { Ok::<_, Error>(unreachable_value()) }).await.unwrap(), 7, "a duplicate");
+    let found = world.memory.operator().inspect(&World::key("k")).await.unwrap().unwrap();
+    assert!(found.steps().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn each_step_has_a_codec_of_its_own() {
+    let world = World::new();
+    let attempt_of = async |codec: &str| {
+        let body = async {
+            let step = current()?.step("rows");
+            let body = async |_| Ok::<_, Error>(vec![7_u64, 8]);
+            let rows = match codec {
+                "postcard" => step.codec::<Postcard>().fail().run(body).await?,
+                "msgpack" => step.codec::<MessagePack>().retry(2, Backoff::DEFAULT).run(body).await?,
+                _ => step.run(body).await?,
+            };
+            assert_eq!(rows, [7, 8]);
+            Err::<u32, _>(lost(Duration::from_secs(1)))
+        };
+        assert!(matches!(world.run(body).await, Err(Error::MessageLost { .. })));
+    };
+    attempt_of("postcard").await;
+    let steps = world.journal().await.unwrap().steps().unwrap();
+    let written = steps[0].value().unwrap();
+    assert!(matches!(written, StoredResult::Encoded { codec, .. } if codec.as_str() == "postcard"), "{written:?}");
+    for other in ["json", "msgpack", "postcard"] {
+        attempt_of(other).await;
+    }
 }

@@ -16,7 +16,8 @@ use axum::routing::post as on_post;
 use bytes::Bytes;
 use http::Request;
 use idem_runtime::http::{Caller, IdempotencyLayer};
-use idem_runtime::{InProgress, MemoryStore, OnCrash, Store, current};
+use idem_runtime::policy::StepPolicy;
+use idem_runtime::{Error, InProgress, MemoryStore, OnCrash, Store, current};
 use idem_tests::sqlite::Folder;
 use idem_tests::{Fault, FaultyStore, StoreCall};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -456,6 +457,28 @@ async fn the_layer_serves_a_request_without_tower() {
         Ok::<_, Never>(http::Response::new(http_body_util::Full::from("seen")))
     });
     assert_eq!(Reply::of(passes.await.unwrap()).await.unwrap().text(), "seen");
+    layer.drain().await;
+}
+
+#[tokio::test]
+async fn a_response_is_replayed_from_beside_the_kept_journal_of_its_handler() {
+    let layer = layer();
+    let stage = Stage::open();
+    let ask = async || {
+        let request = Request::post("/pay").header("idempotency-key", "k").body(Bytes::from_static(b"a"));
+        let handler = async |_: Request<Bytes>| {
+            let attempt = current().expect("an attempt");
+            attempt.set_step_policy(StepPolicy::new().keep());
+            let charge = attempt.step("charge").run(async |_| Ok::<_, Error>(stage.play().await)).await;
+            let body = format!("charge {}", charge.expect("a value"));
+            Ok::<_, Never>(http::Response::new(http_body_util::Full::from(body)))
+        };
+        Reply::of(layer.respond(request.unwrap(), handler).await.unwrap()).await.unwrap()
+    };
+    let first = ask().await;
+    let again = ask().await;
+    assert_eq!((first.text(), again.text()), ("charge 1".into(), "charge 1".into()));
+    assert!(!first.is_replay() && again.is_replay());
     layer.drain().await;
 }
 

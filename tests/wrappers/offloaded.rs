@@ -4,6 +4,8 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::future::pending;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -11,8 +13,9 @@ use futures::StreamExt;
 use futures::stream::BoxStream;
 use idem_runtime::codec::{CodecName, ResultProblem};
 use idem_runtime::record::{Record, StoredResult};
+use idem_runtime::step::StepProblem;
 use idem_runtime::store::{Finish, Lease, OwnerToken, Reservation, Verdict};
-use idem_runtime::{Error, MemoryStore, Offloaded, OnStoreError, Store, StoreErrorKind};
+use idem_runtime::{Cached, Error, MemoryStore, Offloaded, OnStoreError, Operation, Store, StoreErrorKind};
 use idem_tests::Reopen as _;
 use idem_tests::{Fault, StoreCall, settle};
 use object_store::local::LocalFileSystem;
@@ -497,6 +500,96 @@ async fn an_upload_stays_within_the_timeout() {
     objects.always(Verb::Put, Trouble::Hangs);
     let (_, passed) = as_time_passes(&world, world.finished(&store, "k", &[b'x'; 200])).await;
     assert_eq!(passed, Duration::from_secs(2));
+}
+
+/// Runs a handler with a step whose value has 200 bytes, which fails after the step.
+async fn fails_after_a_step(store: &dyn Store, effects: &AtomicU32) -> Result<(), Error> {
+    let body = async {
+        let rows = idem_runtime::current()?.step("rows").run(async |_| {
+            effects.fetch_add(1, Relaxed);
+            Ok::<_, Error>("x".repeat(200))
+        });
+        assert_eq!(rows.await?.len(), 200);
+        Err::<(), _>(Error::NoAttempt)
+    };
+    Operation::new(store, Ok(key("k")), POLICY).run(body).await
+}
+
+/// Size of the journal of the record.
+async fn journal_bytes(world: &World) -> usize {
+    let found = world.memory.inspect(&key("k")).await.unwrap().unwrap();
+    found.record.journal.map_or(0, |journal| journal.bytes().len())
+}
+
+#[tokio::test]
+async fn large_values_of_steps_become_objects() {
+    let world = World::new();
+    let (objects, effects) = (Objects::default(), AtomicU32::new(0));
+    let store = Cached::new(offloaded(&world, &objects));
+    let call = async || {
+        let (ended, _) = as_time_passes(&world, fails_after_a_step(&store, &effects)).await;
+        ended.unwrap_err()
+    };
+    assert!(matches!(call().await, Error::NoAttempt));
+    let path = objects.only().await;
+    assert!(journal_bytes(&world).await < 200, "the journal holds the path");
+    assert!(matches!(call().await, Error::NoAttempt));
+    assert_eq!((effects.load(Relaxed), objects.count(Verb::Put)), (1, 1));
+    // An object store that does not answer: the step does not run, and a later attempt may get its value.
+    objects.always(Verb::Get, Trouble::Fails);
+    assert!(matches!(call().await, Error::Store { .. }));
+    objects.always(Verb::Get, None);
+    assert!(matches!(call().await, Error::NoAttempt));
+    objects.inner.delete(&path).await.unwrap();
+    let gone = call().await;
+    assert!(matches!(&gone, Error::Step { problem: StepProblem::ValueUnavailable { .. }, .. }), "{gone}");
+    assert_eq!(effects.load(Relaxed), 1, "the step has run once");
+}
+
+#[tokio::test]
+async fn a_value_of_a_step_that_can_not_be_uploaded_is_journaled_itself() {
+    for trouble in [Trouble::Fails, Trouble::Denies, Trouble::Hangs] {
+        let world = World::new();
+        let (objects, effects) = (Objects::default(), AtomicU32::new(0));
+        let store = offloaded(&world, &objects);
+        objects.always(Verb::Put, trouble);
+        for _ in 0..2 {
+            let (ended, _) = as_time_passes(&world, fails_after_a_step(&store, &effects)).await;
+            assert!(matches!(ended, Err(Error::NoAttempt)), "{trouble:?}: {ended:?}");
+        }
+        assert!(journal_bytes(&world).await > 200, "{trouble:?}");
+        assert_eq!(effects.load(Relaxed), 1, "{trouble:?}");
+    }
+}
+
+/// A step that is dropped while its value is uploaded has ended: its name stays taken, and its value is journaled with
+/// the next write.
+#[tokio::test]
+async fn a_step_that_is_dropped_in_its_upload_keeps_its_entry() {
+    let world = World::new();
+    let (objects, effects) = (Objects::default(), AtomicU32::new(0));
+    let store = offloaded(&world, &objects);
+    objects.always(Verb::Put, Trouble::Hangs);
+    let body = async {
+        let attempt = idem_runtime::current()?;
+        let rows = async |_| {
+            effects.fetch_add(1, Relaxed);
+            Ok::<_, Error>("x".repeat(200))
+        };
+        let mut dropped = Box::pin(attempt.step("rows").run(rows));
+        assert!(futures::poll!(dropped.as_mut()).is_pending());
+        drop(dropped);
+        let again = attempt.step("rows").run(rows).await;
+        assert!(matches!(again, Err(Error::Step { problem: StepProblem::UsedTwice, .. })), "{again:?}");
+        attempt.step("other").run(async |_| Ok::<_, Error>(0)).await?;
+        Err::<(), _>(Error::NoAttempt)
+    };
+    let call = Operation::new(&store, Ok(key("k")), POLICY).run(body);
+    assert!(matches!(as_time_passes(&world, call).await.0, Err(Error::NoAttempt)));
+    objects.always(Verb::Put, None);
+    let (ended, _) = as_time_passes(&world, fails_after_a_step(&store, &effects)).await;
+    assert!(matches!(ended, Err(Error::NoAttempt)), "{ended:?}");
+    assert_eq!(effects.load(Relaxed), 1);
 }
 
 /// The `finish` of a caller that has lost its lease leaves no object, and does not change the successor's object.

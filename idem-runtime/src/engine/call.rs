@@ -477,7 +477,7 @@ fn end_of(
                 note_refusal();
                 AttemptEnd::Release(Release::Returned)
             }
-            recorded => recorded,
+            recorded => ending.held.with_kept_journal(recorded),
         },
     };
     let reported = match &end {

@@ -1,7 +1,9 @@
 //! End of an attempt, and the part of the end that the record holds.
 
+use std::borrow::Cow;
+
 use crate::metrics::Dropped;
-use crate::record::{Finish, Release, StoredResult};
+use crate::record::{Finish, Journal, Release, StoredResult};
 
 /// End of an attempt, as it is written to the record.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -13,9 +15,23 @@ pub enum AttemptEnd {
 }
 
 impl AttemptEnd {
-    /// Returns the ending without its result, for a store that can't hold the result; `None` if the ending has
-    /// no result.
+    /// Returns the ending with the journal beside its result, if it has a result.
+    pub(super) fn with_journal(self, journal: &Journal) -> Self {
+        match self {
+            Self::Finish(Finish::Completed(result)) => Self::Finish(Finish::Completed(result.with_journal(journal))),
+            Self::Finish(Finish::Failed(error)) => Self::Finish(Finish::Failed(error.with_journal(journal))),
+            release @ Self::Release(_) => release,
+        }
+    }
+
+    /// Returns the ending without the journal beside its result, or without its result, for a store that can't hold
+    /// them; `None` if the ending has no result.
     pub(super) fn without_result(&self) -> Option<Self> {
+        if let Self::Finish(finish) = self
+            && let (Cow::Owned(result), _) = finish.result().parts()
+        {
+            return Some(Self::Finish(finish.with_result(result)));
+        }
         match self {
             Self::Finish(Finish::Completed(StoredResult::Encoded { bytes, .. })) => {
                 Some(Self::Finish(Finish::Completed(StoredResult::TooLarge { size: bytes.len() as u64 })))

@@ -219,6 +219,17 @@ impl HeldAttempt {
         self.step_journal().map(|journal| journal.after_error()).unwrap_or_default()
     }
 
+    /// Returns `end` with the journal beside its result, if the policy of the steps keeps the journal.
+    pub(super) fn with_kept_journal(&self, end: AttemptEnd) -> AttemptEnd {
+        if !self.notes.journaled && self.journal.is_none() {
+            return end;
+        }
+        match self.step_journal().and_then(|journal| journal.kept()) {
+            Some(journal) => end.with_journal(&journal),
+            None => end,
+        }
+    }
+
     /// Returns the progress of the reconciler.
     pub(super) fn doubt(&self) -> DoubtStage {
         self.notes.doubt

@@ -165,7 +165,8 @@ pub(super) fn read<C: Codec, V: DeserializeOwned>(
     is_error: bool,
     on_undecodable: OnUndecodable,
 ) -> Result<V, ResultProblem> {
-    let (name, bytes) = encoded(payload)?;
+    let (payload, _) = payload.parts();
+    let (name, bytes) = encoded(&payload)?;
     match codec::read::<C, V>(name, bytes) {
         Some(Ok(value)) => Ok(value),
         decoded => {

@@ -30,6 +30,12 @@ pub enum StepProblem {
         /// Largest number of steps.
         max: usize,
     },
+    /// The journal has no room for the entries of the step. The body of the step did not run.
+    #[non_exhaustive]
+    JournalFull {
+        /// Largest size of the journal in bytes.
+        max: usize,
+    },
     /// The inputs can't be hashed. The body of the step did not run.
     InvalidInputs(FingerprintError),
     /// An earlier attempt ran the step with other inputs. The body of the step did not run again.
@@ -76,7 +82,7 @@ pub enum StepProblem {
         retry_after: Duration,
     },
     /// The body of the handler returned `Ok` without having reached the step, which an earlier attempt has journaled,
-    /// and [`Attempt::strict_steps`](crate::Attempt::strict_steps) makes that an error. The result is not recorded.
+    /// and [`StepPolicy::strict`](crate::policy::StepPolicy::strict) makes that an error. The result is not recorded.
     #[non_exhaustive]
     NotReached {
         /// Number of the attempt that ran the step.
@@ -95,6 +101,7 @@ impl StepProblem {
             | Self::Nested
             | Self::InTransaction
             | Self::TooMany { .. }
+            | Self::JournalFull { .. }
             | Self::NotReached { .. } => true,
             Self::ValueUnavailable { problem, .. } => problem.is_misconfiguration(),
             Self::UnreadableJournal(error) => matches!(error, JournalError::LaterVersion(_)),
@@ -131,6 +138,11 @@ impl fmt::Display for StepProblem {
             Self::TooMany { max } => {
                 write!(f, "the journal holds {max} steps, and the step did not run; join steps, or use several handlers")
             }
+            Self::JournalFull { max } => write!(
+                f,
+                "the journal has {max} bytes at most and no room for the step, which did not run; return smaller values from \
+                 steps, or raise `StepPolicy::max_journal_bytes`"
+            ),
             Self::InvalidInputs(error) => write!(f, "the inputs can't be hashed, and the step did not run: {error}"),
             Self::OtherInputs { attempt, recorded, presented } => {
                 let recorded = recorded.as_ref().map_or_else(|| "no inputs".to_owned(), |it| it.short().to_string());
@@ -161,7 +173,7 @@ impl fmt::Display for StepProblem {
             Self::NotReached { attempt } => write!(
                 f,
                 "attempt {attempt} has journaled the step, and this attempt returned `Ok` without having reached it; the \
-                 result is not recorded; give a renamed step its old name by `was`, or remove `strict_steps`"
+                 result is not recorded; give a renamed step its old name by `was`, or remove `StepPolicy::strict`"
             ),
             Self::UnreadableJournal(error) => {
                 write!(f, "the steps of earlier attempts can't be read, and the step did not run: {error}")

@@ -116,7 +116,8 @@ fn response_head(response: &Response<Bytes>) -> Response<()> {
 
 /// Decodes the response that the layer has recorded as `result`, with its trailers; `None` for any other result.
 pub fn response_of(result: &StoredResult) -> Option<(Response<Bytes>, Option<HeaderMap>)> {
-    let StoredResult::Encoded { codec, bytes } = result else { return None };
+    let (result, _) = result.parts();
+    let StoredResult::Encoded { codec, bytes } = &*result else { return None };
     let recorded = (*codec == CODEC).then(|| decode(bytes.clone())).flatten()?;
     let (head, body, trailers) = recorded.into_response(&Method::POST);
     Some((head.map(|()| body), trailers))
@@ -282,7 +283,8 @@ impl Recorder<Recordable, NotRecorded> for RecordResponses {
         on_undecodable: OnUndecodable,
     ) -> Result<Result<Recordable, NotRecorded>, ResultProblem> {
         let State::Completed(stored) = state else { return Err(ResultProblem::RecordedError) };
-        let (codec, bytes) = recorder::encoded(stored)?;
+        let (stored, _) = stored.parts();
+        let (codec, bytes) = recorder::encoded(&stored)?;
         let no_response = || "it is not a response".into();
         let recorded = match (codec == CODEC).then(|| decode(bytes.clone())) {
             Some(Some(recorded)) => recorded,

@@ -4,6 +4,7 @@ mod backoff;
 mod mode;
 mod options;
 mod recovery;
+mod steps;
 mod uncertain;
 
 use std::fmt;
@@ -15,6 +16,7 @@ use self::mode::ModeSource;
 pub use self::mode::{Mode, ModeSwitch};
 pub use self::options::{InProgress, Migrate, MissingKey, OnCrash, OnError, OnStoreError, OnUndecodable};
 pub use self::recovery::RecoveryPolicy;
+pub use self::steps::StepPolicy;
 pub use self::uncertain::{Doubt, Uncertain};
 use crate::key::{DisplayByte, KeyDisplay};
 

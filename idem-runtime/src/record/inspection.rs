@@ -1,12 +1,13 @@
 //! A record as an operator sees it.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 
 use super::standing::Standing;
-use super::{Holder, OwnerToken, Record, Revision, State, Traceparent};
+use super::{Holder, Journal, OwnerToken, Record, Revision, State, Traceparent};
 use crate::policy::OnCrash;
 
 /// A record as an operator sees it.
@@ -29,13 +30,15 @@ pub struct Inspection {
     pub first_seen: Option<Duration>,
     /// Time since the latest attempt began, by the store's clock; `None` if the store does not report it.
     pub began: Option<Duration>,
+    /// Journal that was stored with the result; see [`StepPolicy::keep`](crate::policy::StepPolicy::keep).
+    pub(crate) kept: Option<Journal>,
 }
 
 impl Inspection {
     /// Makes an inspection of a record. `expires_in` is the time until the record expires, `lapses_in` the time until
     /// its lease lapses.
     pub const fn new(record: Record, expires_in: Duration, lapses_in: Option<Duration>) -> Self {
-        Self { record, damage: None, expires_in, lapses_in, first_seen: None, began: None }
+        Self { record, damage: None, expires_in, lapses_in, first_seen: None, began: None, kept: None }
     }
 
     /// Makes an inspection of a record that can't be read, with the reason. `stored` holds all stored parts of the
@@ -77,6 +80,17 @@ impl Inspection {
     #[must_use]
     pub fn since(self, first_seen: Option<Duration>, began: Option<Duration>) -> Self {
         Self { first_seen, began, ..self }
+    }
+
+    /// Parts the result from the journal that is stored with it, so that both can be shown.
+    pub(crate) fn with_result_alone(mut self) -> Self {
+        if let State::Completed(stored) | State::Failed(stored) = &mut self.record.state
+            && let (Cow::Owned(result), kept) = stored.parts()
+        {
+            *stored = result;
+            self.kept = kept;
+        }
+        self
     }
 
     /// Number of the latest attempt.

@@ -153,6 +153,20 @@ impl JournalEntry {
         Some(Self { name, attempt, inputs, progress })
     }
 
+    /// Returns the largest size of an entry without a value.
+    pub(crate) fn bytes_without_value(name: &str) -> usize {
+        2 + name.len() + 4 + 1 + Fingerprint::BYTES + 1 + 8
+    }
+
+    /// Returns the size of the entry in a journal, or up to 40 bytes more.
+    pub(crate) fn written_bytes(&self) -> usize {
+        let value = match &self.progress {
+            StepProgress::Ended(StoredResult::Encoded { codec, bytes }) => 1 + codec.as_str().len() + 4 + bytes.len(),
+            _ => 0,
+        };
+        Self::bytes_without_value(&self.name) + value
+    }
+
     fn write(&self, out: &mut Vec<u8>) {
         let name = self.name.as_bytes();
         out.extend_from_slice(&u16::try_from(name.len()).unwrap_or_default().to_be_bytes());
@@ -214,6 +228,11 @@ impl JournalWriter {
 
     pub(crate) fn into_bytes(self) -> Vec<u8> {
         self.bytes
+    }
+
+    /// Returns the size of the journal.
+    pub(crate) fn len(&self) -> usize {
+        self.bytes.len()
     }
 
     pub(crate) fn entries(&self) -> usize {

@@ -12,9 +12,7 @@ use super::journal::{Journal, JournalEntry, JournalError, JournalWriter, StepPro
 use super::{Inspection, StoredResult};
 use crate::codec::{self, Codec, CodecError, Json};
 use crate::key::Fingerprint;
-
-/// Largest value of a step, in bytes.
-pub(crate) const MAX_STEP_VALUE_BYTES: usize = 256 * 1024;
+use crate::policy::StepPolicy;
 
 /// A step in the journal of an unfinished operation; see [`Journal::steps`].
 // `Debug` shows the size of the value, and never the value.
@@ -192,9 +190,12 @@ impl Journal {
             state => return Err(StepDecisionError::NotInDoubt(state)),
         }
         if let StepProgress::Ended(value) = &resolution.0
-            && value.stored_bytes() > MAX_STEP_VALUE_BYTES
+            && value.stored_bytes() > StepPolicy::DEFAULT_MAX_VALUE_BYTES
         {
-            return Err(StepDecisionError::TooLarge { size: value.stored_bytes(), max: MAX_STEP_VALUE_BYTES });
+            return Err(StepDecisionError::TooLarge {
+                size: value.stored_bytes(),
+                max: StepPolicy::DEFAULT_MAX_VALUE_BYTES,
+            });
         }
         let mut writer = JournalWriter::after(self, entries.len());
         writer.add(&JournalEntry { progress: resolution.0.clone(), ..latest.clone() });
@@ -222,12 +223,13 @@ fn latest_entries(entries: &[JournalEntry]) -> BTreeMap<Box<str>, usize> {
 
 impl Inspection {
     /// Reads the steps in the journal of the record; see [`Journal::steps`]. The list is empty if the record has no
-    /// journal, as after the end of the operation.
+    /// journal: the journal ends with the operation, unless [`StepPolicy::keep`](crate::policy::StepPolicy::keep) keeps
+    /// it for [`Operator::inspect`](crate::operator::Operator::inspect).
     ///
     /// # Errors
     /// [`JournalError`] if the journal can't be read.
     pub fn steps(&self) -> Result<Vec<JournaledStep>, JournalError> {
-        self.record.journal.as_ref().map_or_else(|| Ok(Vec::new()), Journal::steps)
+        self.record.journal.as_ref().or(self.kept.as_ref()).map_or_else(|| Ok(Vec::new()), Journal::steps)
     }
 }
 
@@ -318,9 +320,9 @@ mod tests {
             assert_eq!(example().with_resolved(step, &not_done), Err(expected), "{step}");
         }
         assert_eq!(example().before("e"), Err(StepDecisionError::NoSuchStep));
-        let large = StepResolution::done(&"x".repeat(MAX_STEP_VALUE_BYTES)).unwrap();
-        let size = MAX_STEP_VALUE_BYTES + 2;
-        let expected = StepDecisionError::TooLarge { size, max: MAX_STEP_VALUE_BYTES };
+        let large = StepResolution::done(&"x".repeat(StepPolicy::DEFAULT_MAX_VALUE_BYTES)).unwrap();
+        let size = StepPolicy::DEFAULT_MAX_VALUE_BYTES + 2;
+        let expected = StepDecisionError::TooLarge { size, max: StepPolicy::DEFAULT_MAX_VALUE_BYTES };
         assert_eq!(example().with_resolved("d", &large), Err(expected));
         let damaged = Journal::new(vec![1, 0]).unwrap();
         let unreadable = StepDecisionError::Unreadable(JournalError::Damaged);

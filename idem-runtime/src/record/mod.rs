@@ -4,6 +4,7 @@ mod admission;
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "dynamodb"))]
 mod columns;
 pub(crate) mod decision;
+pub(crate) mod envelope;
 pub mod format;
 pub(crate) mod inspection;
 pub(crate) mod journal;

@@ -139,6 +139,14 @@ impl Finish {
         }
     }
 
+    /// Returns the same end with `result`.
+    pub(crate) fn with_result(&self, result: StoredResult) -> Self {
+        match self {
+            Self::Completed(_) => Self::Completed(result),
+            Self::Failed(_) => Self::Failed(result),
+        }
+    }
+
     /// Returns the state of the finished record.
     pub fn state(&self) -> State {
         match self {

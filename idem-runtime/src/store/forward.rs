@@ -22,7 +22,7 @@ use super::Store;
 /// }
 ///
 /// impl Store for Counted {
-///     forward! { |store| store.inner => namespace, response_timeout, context, reserve, begin, renew, append, release, wait, inspect, decide, purge, list, ping }
+///     forward! { |store| store.inner => namespace, response_timeout, context, reserve, begin, renew, append, step_values, release, wait, inspect, decide, purge, list, ping }
 ///
 ///     fn handle(&self) -> Arc<dyn Store> {
 ///         Arc::new(self.clone())
@@ -112,6 +112,12 @@ macro_rules! __forward {
             $store.append(lease, journal)
         }
     };
+    (@step_values $this:ident $store:tt) => {
+        fn step_values(&self) -> ::std::option::Option<&dyn $crate::store::StepValues> {
+            let $this = self;
+            $store.step_values()
+        }
+    };
     (@finish $this:ident $store:tt) => {
         fn finish<'a>(
             &'a self,
@@ -190,7 +196,7 @@ macro_rules! store_of_shared {
         impl $crate::store::Store for $store {
             $crate::store::forward! {
                 |store| store.0 =>
-                handle, upkeep, namespace, response_timeout, context, reserve, begin, renew, append, finish, release, wait, inspect,
+                handle, upkeep, namespace, response_timeout, context, reserve, begin, renew, append, step_values, finish, release, wait, inspect,
                 decide, purge, list, ping
             }
         }
@@ -210,7 +216,7 @@ macro_rules! pointers {
         impl<S: Store + ?Sized> Store for $pointer<S> {
             forward! {
                 |store| store.as_ref() =>
-                handle, upkeep, namespace, response_timeout, context, reserve, begin, renew, append, finish, release, wait, inspect,
+                handle, upkeep, namespace, response_timeout, context, reserve, begin, renew, append, step_values, finish, release, wait, inspect,
                 decide, purge, list, ping
             }
         }

@@ -37,6 +37,7 @@ pub use self::listing::{Counts, Cursor, Filter, Page, Stats};
 use crate::key::Key;
 use crate::metrics::StoreOp;
 use crate::policy::{Policy, PolicyProblem};
+use crate::record::StoredResult;
 pub use crate::record::decision::{Action, Decision, DecisionAnswer};
 pub use crate::record::inspection::Inspection;
 pub use crate::record::journal::{Journal, JournalError};
@@ -49,6 +50,23 @@ pub use crate::record::reservation::Reservation;
 pub use crate::record::revision::{Revision, RevisionError};
 pub use crate::record::standing::Standing;
 use crate::sync::lock;
+
+/// Place of step values that are too large for a record; see [`Store::step_values`].
+pub trait StepValues: Send + Sync {
+    /// Stores the value of a step of the attempt of `lease`, if the value is large. Returns what the journal holds in
+    /// its place: a reference, or the value itself.
+    ///
+    /// # Errors
+    /// [`StoreError`] if the value can't be stored here. The journal then holds the value.
+    fn keep<'a>(&'a self, lease: &'a Lease, value: &'a StoredResult) -> StoreFuture<'a, StoredResult>;
+
+    /// Returns the value that [`keep`](Self::keep) stored, if `stored` is a reference; otherwise returns `stored`. A
+    /// value that is missing or was altered is [`StoredResult::Unreadable`].
+    ///
+    /// # Errors
+    /// [`StoreError`] if the value can't be read now.
+    fn fetch<'a>(&'a self, stored: &'a StoredResult) -> StoreFuture<'a, StoredResult>;
+}
 
 /// A store of records.
 ///
@@ -75,7 +93,7 @@ use crate::sync::lock;
 /// - **Cancel safe.** Any returned future may be dropped at any time. The write of a dropped future happened completely
 ///   or not at all.
 ///
-/// The methods have no default bodies: a default `reserve` that first reads and then writes would compile, but
+/// Almost no method has a default body: a default `reserve` that first reads and then writes would compile, but
 /// concurrent calls could both win.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a `Store`",
@@ -152,6 +170,13 @@ pub trait Store: fmt::Debug + Send + Sync + 'static {
     /// [`StoreError`] if the store did not confirm the write, which may have taken effect if
     /// [`StoreError::may_have_landed`] returns true. [`StoreErrorKind::TooLarge`] if the record can't hold the journal.
     fn append<'a>(&'a self, lease: &'a Lease, journal: &'a Journal) -> StoreFuture<'a, Verdict>;
+
+    /// Returns the place of step values that are too large for a record. A store that returns `None` (the default)
+    /// keeps each value in the journal, up to the limits of [`StepPolicy`](crate::policy::StepPolicy). A wrapper
+    /// forwards this method.
+    fn step_values(&self) -> Option<&dyn StepValues> {
+        None
+    }
 
     /// Turns the pending record into a finished one, kept for `lease.ttl` from now, and wakes its waiters.
     ///

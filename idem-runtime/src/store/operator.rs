@@ -98,6 +98,7 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
             .inspect(key)
             .watched(self.store, StoreOp::Inspect)
             .await
+            .map(|found| found.map(Inspection::with_result_alone))
             .map_err(|source| self.failed(Some(key), source))
     }
 

@@ -10,11 +10,11 @@ use zstd::zstd_safe::get_frame_content_size;
 
 use crate::codec::CodecName;
 use crate::key::Key;
+use crate::record::envelope::{self, Envelope, Form, unreadable};
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Lease, Reservation, ReserveRequest, StoredResult, Verdict,
 };
 use crate::store::{Store, StoreFuture, forward, store_of_shared};
-use crate::stores::envelope::{self, Envelope, Form, unreadable};
 use crate::stores::wrapper;
 use crate::sync::SharedOnce;
 
@@ -216,7 +216,7 @@ impl Store for CompressedInner {
         wrapper::upkeep(&self.this, &self.inner, &self.upkeep, |inner| self.options.open(inner))
     }
 
-    forward! { |store| store.inner => namespace, response_timeout, context, begin, renew, append, release, purge, list, ping }
+    forward! { |store| store.inner => namespace, response_timeout, context, begin, renew, append, step_values, release, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().expect("a borrowed store is alive")
@@ -240,7 +240,7 @@ impl Store for CompressedInner {
         }
         StoreFuture::new(async move {
             match self.pack(finish.result()) {
-                Some(packed) => self.inner.finish(lease, &envelope::replaced(finish, packed)).await,
+                Some(packed) => self.inner.finish(lease, &finish.with_result(packed)).await,
                 None => self.inner.finish(lease, finish).await,
             }
         })
@@ -249,7 +249,7 @@ impl Store for CompressedInner {
     fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer> {
         let packed = match decision.action.finish() {
             Some(finish) if envelope::concerns(finish, CODEC, self.options.above) => {
-                self.pack(finish.result()).map(|packed| envelope::replaced(finish, packed))
+                self.pack(finish.result()).map(|packed| finish.with_result(packed))
             }
             _ => None,
         };

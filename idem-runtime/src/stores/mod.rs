@@ -8,7 +8,6 @@ pub(crate) mod compressed;
 #[cfg(feature = "dynamodb")]
 pub(crate) mod dynamo;
 #[cfg(any(feature = "compressed", feature = "offloaded"))]
-pub(crate) mod envelope;
 #[cfg(feature = "memory")]
 pub(crate) mod memory;
 #[cfg(feature = "offloaded")]

@@ -12,11 +12,11 @@ use sha2::{Digest, Sha256};
 use crate::codec::CodecName;
 use crate::combine::race;
 use crate::key::Key;
+use crate::record::envelope::{self, Envelope, Form, unreadable};
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Lease, Record, Reservation, ReserveRequest, StoredResult, Verdict,
 };
-use crate::store::{Store, StoreError, StoreErrorKind, StoreFuture, forward, store_of_shared};
-use crate::stores::envelope::{self, Envelope, Form, unreadable};
+use crate::store::{StepValues, Store, StoreError, StoreErrorKind, StoreFuture, forward, store_of_shared};
 use crate::stores::wrapper;
 use crate::sync::SharedOnce;
 
@@ -30,9 +30,11 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// A wrapper around any store that keeps large results in an object store (S3, GCS, Azure, a folder, …). The records
 /// stay in the inner store.
 ///
-/// A result of more than [`above`](OffloadedOptions::above) bytes becomes an object before the record is finished. The
-/// record holds the object's path, size and SHA-256. So records stay small, and a store with a size limit, such as
-/// `DynamoDB`, takes results of any size. Raise `max_result_bytes` of the policy as well (default: 256 KiB).
+/// A result of more than [`above`](OffloadedOptions::above) bytes becomes an object before the record is finished, and
+/// so does a value of a [step](crate::Attempt::step) before the step is journaled. The record holds the object's path,
+/// size and SHA-256. So records stay small, and a store with a size limit, such as
+/// `DynamoDB`, takes results of any size. Raise `max_result_bytes` of the policy as well (default: 256 KiB), and
+/// [`StepPolicy::max_value_bytes`](crate::policy::StepPolicy::max_value_bytes) for steps.
 ///
 /// - *Atomicity*, *Clock*: as in the inner store. A record never refers to an object that is not completely uploaded.
 /// - *Durability*: as in the inner store for the record. The result lasts as long as its object. A result whose object
@@ -202,6 +204,17 @@ impl From<Error> for ObjectFailure {
     }
 }
 
+impl From<ObjectFailure> for StoreError {
+    fn from(failure: ObjectFailure) -> Self {
+        match failure {
+            ObjectFailure::Gone(reason) | ObjectFailure::Refused(reason) => {
+                Self::new(StoreErrorKind::Misconfigured, reason)
+            }
+            ObjectFailure::Passing(reason) => Self::new(StoreErrorKind::Unavailable, reason),
+        }
+    }
+}
+
 fn hex(bytes: &[u8]) -> String {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
     bytes.iter().flat_map(|byte| [byte >> 4, byte & 15]).map(|digit| char::from(DIGITS[usize::from(digit)])).collect()
@@ -246,6 +259,23 @@ impl OffloadedInner {
         .await
     }
 
+    /// Uploads a result or a value of the attempt of `lease`. Returns the path of the object, and the reference to it.
+    async fn upload_of(
+        &self,
+        lease: &Lease,
+        codec: CodecName,
+        bytes: &Bytes,
+    ) -> Result<(Path, StoredResult), ObjectFailure> {
+        let digest: [u8; DIGEST_BYTES] = Sha256::digest(bytes).into();
+        let path = self.path(&lease.key, lease.owner.as_bytes(), &digest);
+        // If the handler ended at its first poll, its lease is not renewed during the upload, so the upload must end
+        // well before the lease.
+        let limit = self.options.timeout.min(lease.duration / 3);
+        self.upload(limit, &path, bytes).await?;
+        let reference = in_object(codec, bytes.len(), &digest, &path);
+        Ok((path, reference))
+    }
+
     /// Tries once to remove an object. If the removal fails, the lifecycle rule removes the object later.
     async fn remove(&self, path: &Path) {
         let clock = self.inner.context().clock();
@@ -261,14 +291,9 @@ impl OffloadedInner {
             return self.inner.finish(lease, finish).await;
         };
         if bytes.len() > self.options.above {
-            let digest: [u8; DIGEST_BYTES] = Sha256::digest(bytes).into();
-            let path = self.path(&lease.key, lease.owner.as_bytes(), &digest);
-            // If the handler ended at its first poll, its lease is not renewed during the upload, so the upload must
-            // end well before the lease.
-            let limit = self.options.timeout.min(lease.duration / 3);
-            match self.upload(limit, &path, bytes).await {
-                Ok(()) => {
-                    let offloaded = in_object(finish, *codec, bytes.len(), &digest, &path);
+            match self.upload_of(lease, *codec, bytes).await {
+                Ok((path, reference)) => {
+                    let offloaded = finish.with_result(reference);
                     let written = self.inner.finish(lease, &offloaded).await;
                     // The object is removed only if no write of this attempt can have taken effect: a record must not
                     // lose its object.
@@ -311,7 +336,8 @@ impl OffloadedInner {
             let message = format!("nothing was decided: the result can't be kept: {}", failure.reason());
             StoreError::new(StoreErrorKind::Unavailable, message)
         })?;
-        let decided = self.inner.decide(&with(in_object(finish, *codec, bytes.len(), &digest, &path))).await?;
+        let decided =
+            self.inner.decide(&with(finish.with_result(in_object(*codec, bytes.len(), &digest, &path)))).await?;
         if decided == DecisionAnswer::Finished
             && let Some(found) = self.inspect(&decision.key).await?
             && found.record.attempt == decision.seen.attempt()
@@ -334,6 +360,15 @@ impl OffloadedInner {
                 tracing::warn!(%key, "a result can't be read: {}", failure.reason());
                 unreadable(failure.reason())
             });
+        }
+    }
+
+    /// Returns the result to which the envelope in `bytes` refers, or the reason why it can't be read now.
+    async fn open_or_fail(&self, bytes: &Bytes) -> Result<StoredResult, StoreError> {
+        match self.open(bytes).await {
+            Ok(result) => Ok(result),
+            Err(ObjectFailure::Gone(reason)) => Ok(unreadable(reason)),
+            Err(failure) => Err(failure.into()),
         }
     }
 
@@ -369,17 +404,51 @@ impl OffloadedInner {
     }
 }
 
-/// Returns `finish` with a reference to the object that holds its result.
-fn in_object(finish: &Finish, codec: CodecName, size: usize, digest: &[u8], path: &Path) -> Finish {
+impl StepValues for OffloadedInner {
+    fn keep<'a>(&'a self, lease: &'a Lease, value: &'a StoredResult) -> StoreFuture<'a, StoredResult> {
+        let StoredResult::Encoded { codec, bytes } = value else { return StoreFuture::ready(Ok(value.clone())) };
+        if *codec == CODEC {
+            // A reader would take the unchanged value for a reference.
+            return StoreFuture::ready(Ok(sealed_as_it_was(bytes)));
+        }
+        if bytes.len() <= self.options.above {
+            return StoreFuture::ready(Ok(value.clone()));
+        }
+        StoreFuture::new(async move {
+            let uploaded = self.upload_of(lease, *codec, bytes).await.map(|(_, reference)| reference);
+            uploaded.map_err(|failure| {
+                tracing::warn!(
+                    key = %lease.key, bytes = bytes.len(),
+                    "{}; the value of the step goes into the journal itself", failure.reason()
+                );
+                failure.into()
+            })
+        })
+    }
+
+    fn fetch<'a>(&'a self, stored: &'a StoredResult) -> StoreFuture<'a, StoredResult> {
+        match stored {
+            StoredResult::Encoded { codec: CODEC, bytes } => StoreFuture::new(self.open_or_fail(bytes)),
+            other => StoreFuture::ready(Ok(other.clone())),
+        }
+    }
+}
+
+/// Returns a reference to the object that holds a result.
+fn in_object(codec: CodecName, size: usize, digest: &[u8], path: &Path) -> StoredResult {
     let bytes = envelope::seal(Form::Object, &codec, size, &[digest, path.as_ref().as_bytes()]);
-    envelope::replaced(finish, StoredResult::Encoded { codec: CODEC, bytes })
+    StoredResult::Encoded { codec: CODEC, bytes }
 }
 
 /// Returns `finish` in an envelope if a reader would take its unchanged result for an envelope.
 fn as_it_was(finish: &Finish) -> Option<Finish> {
     let StoredResult::Encoded { codec: CODEC, bytes } = finish.result() else { return None };
-    let bytes = envelope::seal(Form::AsItWas, &CODEC, bytes.len(), &[bytes]);
-    Some(envelope::replaced(finish, StoredResult::Encoded { codec: CODEC, bytes }))
+    Some(finish.with_result(sealed_as_it_was(bytes)))
+}
+
+/// Returns `bytes`, which the codec of the envelope has written, in an envelope.
+fn sealed_as_it_was(bytes: &Bytes) -> StoredResult {
+    StoredResult::Encoded { codec: CODEC, bytes: envelope::seal(Form::AsItWas, &CODEC, bytes.len(), &[bytes]) }
 }
 
 impl Store for OffloadedInner {
@@ -393,6 +462,10 @@ impl Store for OffloadedInner {
     }
 
     forward! { |store| store.inner => namespace, response_timeout, context, begin, renew, append, release, purge, list, ping }
+
+    fn step_values(&self) -> Option<&dyn StepValues> {
+        Some(self)
+    }
 
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().expect("a borrowed store is alive")
@@ -431,16 +504,7 @@ impl Store for OffloadedInner {
                 && let Some(payload) = envelope::payload_of(record)
                 && let StoredResult::Encoded { codec: CODEC, bytes } = payload
             {
-                *payload = match self.open(bytes).await {
-                    Ok(payload) => payload,
-                    Err(ObjectFailure::Gone(reason)) => unreadable(reason),
-                    Err(ObjectFailure::Refused(reason)) => {
-                        return Err(StoreError::new(StoreErrorKind::Misconfigured, reason));
-                    }
-                    Err(ObjectFailure::Passing(reason)) => {
-                        return Err(StoreError::new(StoreErrorKind::Unavailable, reason));
-                    }
-                };
+                *payload = self.open_or_fail(bytes).await?;
             }
             Ok(inspection)
         })

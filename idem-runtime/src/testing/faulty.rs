@@ -184,7 +184,7 @@ async fn pending(polls: u32) {
 }
 
 impl Store for FaultyStore {
-    forward! { |store| store.inner => namespace, context }
+    forward! { |store| store.inner => namespace, context, step_values }
 
     fn handle(&self) -> Arc<dyn Store> {
         Arc::new(self.clone())

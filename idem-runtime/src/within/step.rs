@@ -26,7 +26,7 @@ impl StepBuilder {
     /// `idem::steps`. It is kept for the retention of the operation. The store of the operation may be another one. If
     /// the body returns an error, its writes are undone. Commit the transaction once the step has ended: if the
     /// transaction is rolled back, the step runs again in the next attempt. The other options of a step have no effect,
-    /// except [`fingerprint`](Self::fingerprint) and [`was`](Self::was).
+    /// except [`fingerprint`](Self::fingerprint) and [`was`](Self::was). The value is JSON.
     ///
     /// ```
     /// # #[cfg(all(feature = "with-rusqlite", feature = "memory"))]
@@ -88,7 +88,7 @@ impl<C: TransactionStore> StepWithin<'_, C> {
         T: Serialize + DeserializeOwned,
         E: From<Error>,
     {
-        let claim = match self.step.begin::<T>()? {
+        let claim = match self.step.begin::<T>().await? {
             Ok(value) => return Ok(value),
             Err(claim) => claim,
         };

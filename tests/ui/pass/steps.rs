@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use idem_runtime::policy::Backoff;
+use idem_runtime::policy::{Backoff, StepPolicy};
 use idem_runtime::{Error, MemoryStore, Reconciliation, current, idempotent};
 
 struct App {
@@ -22,7 +22,7 @@ const BACKOFF: Backoff = Backoff::new(Duration::from_millis(1), Duration::from_m
 #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
 async fn fulfil(app: &App, order: u64, lines: &[String]) -> Result<u64, Error> {
     let attempt = current()?;
-    attempt.strict_steps();
+    attempt.set_step_policy(StepPolicy::new().strict());
     let address = format!("address of {order}");
     let mut total = 0;
     for line in lines {

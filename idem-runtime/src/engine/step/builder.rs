@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::future::Future;
+use std::marker::PhantomData;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -12,11 +13,12 @@ use super::name::{Step, StepFacts, StepName};
 #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
 use super::run::CommittedStep;
 use super::run::{Retries, StepOptions, run};
+use crate::codec::{Codec, Json};
 use crate::engine::attempt::Attempt;
 use crate::engine::reconciliation::Reconciliation;
 use crate::error::Error;
 use crate::key::Fingerprint;
-use crate::policy::{Backoff, OnUndecodable};
+use crate::policy::{Backoff, OnUndecodable, StepPolicy};
 use crate::store::JournalAccess;
 
 impl Attempt {
@@ -58,40 +60,37 @@ impl Attempt {
     pub fn step(&self, name: impl Into<StepName>) -> StepBuilder {
         let step = StepFacts { attempt: self.clone(), name: name.into(), was: None };
         let options = StepOptions { step, inputs: None, timeout: None, on_undecodable: OnUndecodable::Error };
-        StepBuilder { options: Box::new(options), doubt: RerunOnDoubt, uncertain: Never }
+        StepBuilder { options: Box::new(options), doubt: RerunOnDoubt, uncertain: Never, codec: PhantomData }
     }
 
-    /// Makes it an error if the body returns `Ok` without having reached a step that an earlier attempt has journaled
-    /// (default: a warning in the log). Such a step was removed or renamed, or depends on data that has changed. Call
-    /// this method at the beginning of the body.
-    ///
-    /// The result of the body is then not recorded, and the call returns [`Error::Step`] with
-    /// [`StepProblem::NotReached`](crate::step::StepProblem::NotReached): the message is delivered again.
-    pub fn strict_steps(&self) {
+    /// Sets the limits of the journal of this attempt, and what becomes of the journal. Call this method at the
+    /// beginning of the body. Without a reservation and in shadow mode the policy has no effect.
+    pub fn set_step_policy(&self, policy: StepPolicy) {
         if self.is_protected()
             && let JournalAccess::On(journal) = self.store.context().leases().journal(self.lease.owner)
         {
-            journal.be_strict();
+            journal.set_policy(policy);
         }
     }
 }
 
 /// Description of a step, which [`run`](Self::run) runs.
 #[must_use = "a step does nothing until it is run"]
-pub struct StepBuilder<D = RerunOnDoubt, U = Never> {
+pub struct StepBuilder<D = RerunOnDoubt, U = Never, C = Json> {
     /// Boxed: the futures of a handler hold several copies.
     options: Box<StepOptions>,
     doubt: D,
     uncertain: U,
+    codec: PhantomData<fn() -> C>,
 }
 
-impl<D, U> fmt::Debug for StepBuilder<D, U> {
+impl<D, U, C> fmt::Debug for StepBuilder<D, U, C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("StepBuilder").field(&self.options.step).finish()
     }
 }
 
-impl StepBuilder {
+impl<C> StepBuilder<RerunOnDoubt, Never, C> {
     /// Marks the step as one whose effect can't be undone. Such a step must name its reaction to a doubt: without
     /// [`fail`](Self::fail) or [`reconcile`](Self::reconcile), `run` does not compile. Each error of the body leaves
     /// the effect in doubt, unless [`uncertain_errors_if`](Self::uncertain_errors_if) selects the errors that do.
@@ -102,8 +101,8 @@ impl StepBuilder {
     /// current()?.step("wire").irreversible().run(async |_| Ok::<(), Error>(())).await // does not compile
     /// # }
     /// ```
-    pub fn irreversible(self) -> StepBuilder<Irreversible, Always> {
-        StepBuilder { options: self.options, doubt: Irreversible, uncertain: Always }
+    pub fn irreversible(self) -> StepBuilder<Irreversible, Always, C> {
+        self.with(Irreversible, |_| Always)
     }
 }
 
@@ -111,12 +110,34 @@ impl StepBuilder {
 impl StepBuilder {
     /// Takes the name of a step whose entry is a record in a transaction. Returns the value of the step instead if an
     /// earlier attempt has journaled it.
-    pub(crate) fn begin<T: DeserializeOwned>(self) -> Result<Result<T, CommittedStep>, Error> {
-        CommittedStep::begin(*self.options)
+    pub(crate) async fn begin<T: DeserializeOwned>(self) -> Result<Result<T, CommittedStep>, Error> {
+        CommittedStep::begin(*self.options).await
     }
 }
 
-impl<D, U> StepBuilder<D, U> {
+impl<D, U, C> StepBuilder<D, U, C> {
+    /// Returns this description with another reaction to a doubt, and another rule for uncertain errors.
+    fn with<D2, U2>(self, doubt: D2, uncertain: impl FnOnce(U) -> U2) -> StepBuilder<D2, U2, C> {
+        StepBuilder { options: self.options, doubt, uncertain: uncertain(self.uncertain), codec: PhantomData }
+    }
+
+    /// Sets the codec of the value (default: [`Json`]). A value that another codec of the library has journaled is read
+    /// as well, as for [results](Codec).
+    ///
+    /// ```
+    /// # use idem_runtime::{Error, current};
+    /// # #[cfg(feature = "postcard")]
+    /// # async fn body() -> Result<Vec<u64>, Error> {
+    /// use idem_runtime::Postcard;
+    ///
+    /// current()?.step("rows").codec::<Postcard>().run(async |_| Ok::<_, Error>(vec![1_u64, 2, 3])).await
+    /// # }
+    /// ```
+    pub fn codec<C2: Codec>(self) -> StepBuilder<D, U, C2> {
+        let Self { options, doubt, uncertain, .. } = self;
+        StepBuilder { options, doubt, uncertain, codec: PhantomData }
+    }
+
     /// Adds the fingerprint of the inputs. If an earlier attempt has journaled the step with other inputs, or without
     /// inputs, the step fails with [`StepProblem::OtherInputs`](crate::step::StepProblem::OtherInputs).
     pub fn fingerprint<F: Serialize + ?Sized>(mut self, inputs: &F) -> Self {
@@ -151,8 +172,8 @@ impl<D, U> StepBuilder<D, U> {
     /// attempt finds the beginning without an end, the step fails with
     /// [`StepProblem::Interrupted`](crate::step::StepProblem::Interrupted), and the operation is interrupted if the
     /// handler returns an error. `idem resolve --step` then records whether the effect happened.
-    pub fn fail(self) -> StepBuilder<FailOnDoubt, U> {
-        StepBuilder { options: self.options, doubt: FailOnDoubt, uncertain: self.uncertain }
+    pub fn fail(self) -> StepBuilder<FailOnDoubt, U, C> {
+        self.with(FailOnDoubt, |same| same)
     }
 
     /// Asks `reconciler` whether the effect has happened, before the body may run again. See [`Reconciliation`] for the
@@ -185,24 +206,29 @@ impl<D, U> StepBuilder<D, U> {
     /// # assert_eq!(ship(&MemoryStore::new(), &Carrier, 1).await.unwrap().len(), 36);
     /// # });
     /// ```
-    pub fn reconcile<F, T, E, Fut>(self, reconciler: F) -> StepBuilder<ReconcileOnDoubt<F>, U>
+    pub fn reconcile<F, T, E, Fut>(self, reconciler: F) -> StepBuilder<ReconcileOnDoubt<F>, U, C>
     where
         F: FnOnce(Step) -> Fut,
         Fut: Future<Output = Result<Reconciliation<T>, E>>,
     {
-        StepBuilder { options: self.options, doubt: ReconcileOnDoubt(reconciler), uncertain: self.uncertain }
+        self.with(ReconcileOnDoubt(reconciler), |same| same)
     }
 
     /// Leaves the effect in doubt after each error of the body: a request that timed out may have arrived. Has an
     /// effect with [`fail`](Self::fail) and [`reconcile`](Self::reconcile) only.
-    pub fn uncertain_errors(self) -> StepBuilder<D, Always> {
-        StepBuilder { options: self.options, doubt: self.doubt, uncertain: Always }
+    pub fn uncertain_errors(self) -> StepBuilder<D, Always, C> {
+        self.uncertain_errors_by(Always)
     }
 
     /// Leaves the effect in doubt after the errors of the body for which `is_uncertain` returns true (default: after no
     /// error). Has an effect with [`fail`](Self::fail) and [`reconcile`](Self::reconcile) only.
-    pub fn uncertain_errors_if<E, F: Fn(&E) -> bool>(self, is_uncertain: F) -> StepBuilder<D, F> {
-        StepBuilder { options: self.options, doubt: self.doubt, uncertain: is_uncertain }
+    pub fn uncertain_errors_if<E, F: Fn(&E) -> bool>(self, is_uncertain: F) -> StepBuilder<D, F, C> {
+        self.uncertain_errors_by(is_uncertain)
+    }
+
+    fn uncertain_errors_by<U2>(self, uncertain: U2) -> StepBuilder<D, U2, C> {
+        let Self { options, doubt, codec, .. } = self;
+        StepBuilder { options, doubt, uncertain, codec }
     }
 
     /// Runs the body up to `tries` times, with the pauses of `backoff`, in this attempt and under its lease. An error
@@ -218,7 +244,7 @@ impl<D, U> StepBuilder<D, U> {
     /// current()?.step("quote").retry(4, backoff).run(async |_| quote(address).await).await
     /// # }
     /// ```
-    pub fn retry(self, tries: u32, backoff: Backoff) -> RetriedStep<D, U> {
+    pub fn retry(self, tries: u32, backoff: Backoff) -> RetriedStep<D, U, C> {
         RetriedStep { step: self, retries: Retries { tries, backoff } }
     }
 
@@ -241,22 +267,23 @@ impl<D, U> StepBuilder<D, U> {
         E: From<Error>,
         D: StepDoubt<T, E>,
         U: UncertainIf<E>,
+        C: Codec,
     {
         let mut body = Some(body);
         let once = move |step| body.take().map(|body| body(step));
-        run(self.options, self.doubt, self.uncertain, Retries::NONE, once).await
+        run::<C, _, _, _, _, _>(self.options, self.doubt, self.uncertain, Retries::NONE, once).await
     }
 }
 
 /// Description of a step whose body may run several times in an attempt; see [`StepBuilder::retry`].
 #[must_use = "a step does nothing until it is run"]
 #[derive(Debug)]
-pub struct RetriedStep<D, U> {
-    step: StepBuilder<D, U>,
+pub struct RetriedStep<D, U, C = Json> {
+    step: StepBuilder<D, U, C>,
     retries: Retries,
 }
 
-impl<D, U> RetriedStep<D, U> {
+impl<D, U, C> RetriedStep<D, U, C> {
     /// Runs `body` as [`StepBuilder::run`] does, up to the number of tries.
     ///
     /// # Errors
@@ -272,8 +299,9 @@ impl<D, U> RetriedStep<D, U> {
         E: From<Error>,
         D: StepDoubt<T, E>,
         U: UncertainIf<E>,
+        C: Codec,
     {
-        let StepBuilder { options, doubt, uncertain } = self.step;
-        run(options, doubt, uncertain, self.retries, move |step| Some(body(step))).await
+        let StepBuilder { options, doubt, uncertain, .. } = self.step;
+        run::<C, _, _, _, _, _>(options, doubt, uncertain, self.retries, move |step| Some(body(step))).await
     }
 }

@@ -11,7 +11,7 @@ use serde::de::DeserializeOwned;
 
 use super::doubt::{Reaction, StepDoubt, UncertainIf};
 use super::name::{Step, StepFacts, StepName};
-use crate::codec::Json;
+use crate::codec::{Codec, Json};
 use crate::combine::race;
 use crate::engine::attempt::Attempt;
 use crate::engine::late::{Tries, may_pass};
@@ -23,7 +23,6 @@ use crate::key::{Fingerprint, FingerprintError};
 use crate::metrics::{ScopeCells, StepOutcome, StoreOp};
 use crate::policy::{Backoff, OnUndecodable};
 use crate::record::journal::{JournalEntry, StepProgress};
-use crate::record::journaled_step::MAX_STEP_VALUE_BYTES;
 use crate::record::{OwnerToken, StoredResult, Verdict};
 use crate::store::{JournalAccess, StepClaim, StepJournal, StoreErrorKind};
 
@@ -53,7 +52,7 @@ impl Retries {
 }
 
 /// Runs a step, or returns its journaled value. `body` returns `None` if it can't run again.
-pub(super) async fn run<T, E, D, U, Fut>(
+pub(super) async fn run<C, T, E, D, U, Fut>(
     options: Box<StepOptions>,
     doubt: D,
     uncertain: U,
@@ -61,6 +60,7 @@ pub(super) async fn run<T, E, D, U, Fut>(
     mut body: impl FnMut(Step) -> Option<Fut>,
 ) -> Result<T, E>
 where
+    C: Codec,
     T: Serialize + DeserializeOwned,
     E: From<Error>,
     D: StepDoubt<T, E>,
@@ -73,7 +73,7 @@ where
     let mut claim = match begin(&step, &mut tally, inputs)? {
         StepStart::Runs(claim) => claim,
         StepStart::Ended { attempt, value } => {
-            return Ok(replay(&step, &mut tally, attempt, &value, on_undecodable)?);
+            return Ok(replay::<C, T>(&step, &mut tally, attempt, value, on_undecodable).await?);
         }
     };
     claim.fails = D::REACTION == Reaction::Fail;
@@ -84,7 +84,7 @@ where
         let mut question = pin!(question);
         match inside(&step, poll_fn(|cx| D::poll_question(question.as_mut(), cx))).await {
             Ok(Reconciliation::Done(value)) => {
-                return claim.end(&step, &mut tally, value, StepOutcome::Reconciled).await;
+                return claim.end::<C, T, E>(&step, &mut tally, value, StepOutcome::Reconciled).await;
             }
             // The entry fences other attempts, which may have asked as well.
             Ok(Reconciliation::NotDone) => claim.confirm_beginning(&step, &mut tally).await?,
@@ -107,7 +107,7 @@ where
             return Err(failed(&step, &mut tally, StepProblem::AttemptEnded).into());
         };
         let error = match limited(&step, timeout, running).await {
-            Some(Ok(value)) => return claim.end(&step, &mut tally, value, StepOutcome::Ran).await,
+            Some(Ok(value)) => return claim.end::<C, T, E>(&step, &mut tally, value, StepOutcome::Ran).await,
             Some(Err(error)) => Some(error),
             None => None,
         };
@@ -144,13 +144,15 @@ pub(crate) struct CommittedStep {
 #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
 impl CommittedStep {
     /// Takes the name of the step. Returns the value of the step instead if an earlier attempt has journaled it.
-    pub(super) fn begin<T: DeserializeOwned>(options: StepOptions) -> Result<Result<T, Self>, Error> {
+    pub(super) async fn begin<T: DeserializeOwned>(options: StepOptions) -> Result<Result<T, Self>, Error> {
         let StepOptions { step, inputs, on_undecodable, .. } = options;
         let step = Step(Arc::new(step));
         let mut tally = Tally::new(step.attempt());
         match begin(&step, &mut tally, inputs.clone())? {
             StepStart::Runs(claim) => Ok(Err(Self { step, inputs, claim, tally })),
-            StepStart::Ended { attempt, value } => replay(&step, &mut tally, attempt, &value, on_undecodable).map(Ok),
+            StepStart::Ended { attempt, value } => {
+                replay::<Json, T>(&step, &mut tally, attempt, value, on_undecodable).await.map(Ok)
+            }
         }
     }
 
@@ -176,7 +178,9 @@ impl CommittedStep {
     /// Ends the step, whose name stays taken. `replayed`: whether its record in the transaction had its value.
     pub(crate) fn ended(mut self, replayed: bool) {
         self.tally.outcome = if replayed { StepOutcome::Replayed } else { StepOutcome::Ran };
-        self.claim.place = None;
+        if let Some(place) = self.claim.place.take() {
+            place.journal.free_room(&place.entry.name);
+        }
     }
 
     /// Ends the step without a value. The drop gives the name back.
@@ -186,16 +190,32 @@ impl CommittedStep {
 }
 
 /// Returns the value that the attempt `attempt` has journaled.
-fn replay<T: DeserializeOwned>(
+async fn replay<C: Codec, T: DeserializeOwned>(
     step: &Step,
     tally: &mut Tally,
     attempt: u32,
-    value: &StoredResult,
+    value: StoredResult,
     on_undecodable: OnUndecodable,
 ) -> Result<T, Error> {
+    let value = fetched(step, value).await.inspect_err(|_| tally.outcome = StepOutcome::Refused)?;
     tally.outcome = StepOutcome::Replayed;
-    read::<Json, T>(value, false, on_undecodable)
+    read::<C, T>(&value, false, on_undecodable)
         .map_err(|problem| failed(step, tally, StepProblem::ValueUnavailable { attempt, problem: Box::new(problem) }))
+}
+
+/// Returns the journaled value `value`, which the store may keep outside of the record.
+async fn fetched(step: &Step, value: StoredResult) -> Result<StoredResult, Error> {
+    let Attempt { store, lease, .. } = step.attempt();
+    let Some(values) = store.step_values() else { return Ok(value) };
+    let unread = |source| {
+        // A later attempt may get the value, so an error of the body must not end the operation.
+        note_refusal();
+        if let Some(journal) = store.context().leases().known_journal(lease.owner) {
+            journal.keep_open();
+        }
+        step.attempt().unconfirmed(source)
+    };
+    values.fetch(&value).await.map_err(unread)
 }
 
 /// Runs `body` as the body of a step. Returns `None` if `timeout` passes before `body` has returned.
@@ -311,10 +331,12 @@ fn begin(
         progress: StepProgress::Begun,
     };
     let was = step.0.was.as_ref().map(StepName::as_str);
-    let claimed = journal.claim(step.name(), was);
+    let store_limit = context.journal_limit();
+    let claimed = journal.claim(step.name(), was, store_limit);
     let claim = |stage| Claim {
-        place: Some(Box::new(JournalPlace { journal, entry, was: step.0.was.clone() })),
+        place: Some(Box::new(JournalPlace { journal, entry, was: step.0.was.clone(), store_limit })),
         stage,
+        value: None,
         fails: false,
     };
     match claimed {
@@ -329,7 +351,8 @@ fn begin(
             other_inputs(attempt, inputs).map_or(Ok(StepStart::Ended { attempt, value }), problem)
         }
         StepClaim::UsedTwice => problem(StepProblem::UsedTwice),
-        StepClaim::Full => problem(StepProblem::TooMany { max: StepJournal::MAX_STEPS }),
+        StepClaim::TooMany { max } => problem(StepProblem::TooMany { max }),
+        StepClaim::NoRoom { max } => problem(StepProblem::JournalFull { max }),
         StepClaim::Damaged(error) => problem(StepProblem::UnreadableJournal(error)),
     }
 }
@@ -344,6 +367,8 @@ struct Claim {
     /// `None` if the step is not journaled.
     place: Option<Box<JournalPlace>>,
     stage: ClaimStage,
+    /// Value of the body, while the store keeps it outside of the record.
+    value: Option<StoredResult>,
     /// True if a doubt that the body leaves is one for an operator.
     fails: bool,
 }
@@ -354,6 +379,8 @@ struct JournalPlace {
     /// Entry that says that the body has begun.
     entry: JournalEntry,
     was: Option<StepName>,
+    /// Size of the largest journal that the store can hold.
+    store_limit: usize,
 }
 
 enum ClaimStage {
@@ -368,7 +395,7 @@ enum ClaimStage {
 }
 
 impl Claim {
-    const UNJOURNALED: Self = Self { place: None, stage: ClaimStage::Ended, fails: false };
+    const UNJOURNALED: Self = Self { place: None, stage: ClaimStage::Ended, value: None, fails: false };
 
     /// Returns the attempt whose effect is in doubt.
     fn in_doubt_since(&self) -> Option<u32> {
@@ -399,29 +426,61 @@ impl Claim {
 
     /// Journals the value of the step. From here on the entry leaves with the next write of the journal, if there is
     /// one, even if this future is dropped.
-    async fn end<T, E>(mut self, step: &Step, tally: &mut Tally, value: T, outcome: StepOutcome) -> Result<T, E>
+    async fn end<C, T, E>(mut self, step: &Step, tally: &mut Tally, value: T, outcome: StepOutcome) -> Result<T, E>
     where
+        C: Codec,
         T: Serialize + DeserializeOwned,
         E: From<Error>,
     {
-        if self.place.is_some() {
+        if let Some(place) = &self.place {
             // If the encoding panics, the claim is dropped as if the body had panicked.
-            let stored = payload::<Json, T>(&value, MAX_STEP_VALUE_BYTES);
-            if let StoredResult::TooLarge { .. } | StoredResult::Unencodable = stored {
-                left_out(step, step.name(), &stored);
-            }
-            let Some(place) = self.place.take() else { return Ok(value) };
-            let JournalPlace { journal, entry, .. } = *place;
-            let since = match &self.stage {
-                ClaimStage::InDoubt(since) => Some(&*since.name),
-                _ => None,
-            };
-            journal.end(JournalEntry { progress: StepProgress::Ended(stored), ..entry }, since);
+            let stored = payload::<C, T>(&value, place.journal.policy().max_value_bytes);
             tally.outcome = StepOutcome::Unconfirmed;
-            confirm(step, &journal, step.name()).await?;
+            self.journal_value(step, stored).await?;
         }
         tally.outcome = outcome;
         Ok(value)
+    }
+
+    /// Journals `stored`, the value of the step.
+    ///
+    /// Boxed: the future does not depend on the types of the step, and is larger than the rest of a step.
+    fn journal_value<'a>(
+        &'a mut self,
+        step: &'a Step,
+        stored: StoredResult,
+    ) -> Pin<Box<dyn Future<Output = Result<(), Error>> + Send + 'a>> {
+        Box::pin(async move {
+            if let StoredResult::TooLarge { .. } | StoredResult::Unencodable = stored {
+                left_out(step, step.name(), &stored);
+            }
+            let Attempt { store, lease, .. } = step.attempt();
+            // If this future is dropped meanwhile, the drop of the claim journals the value itself.
+            let stored = self.value.insert(stored);
+            if let Some(values) = store.step_values()
+                && let Ok(kept) = values.keep(lease, stored).await
+            {
+                *stored = kept;
+            }
+            let Some((journal, is_left_out)) = self.add_end() else { return Ok(()) };
+            if let Some(size) = is_left_out {
+                left_out(step, step.name(), &StoredResult::TooLarge { size });
+            }
+            write_entries(step, &journal, step.name()).await
+        })
+    }
+
+    /// Adds the entry of the end to the journal. Returns the journal, and the size of the value if the journal had no
+    /// room for it.
+    fn add_end(&mut self) -> Option<(Arc<StepJournal>, Option<u64>)> {
+        let value = self.value.take()?;
+        let JournalPlace { journal, entry, store_limit, .. } = *self.place.take()?;
+        let since = match &self.stage {
+            ClaimStage::InDoubt(since) => Some(&*since.name),
+            _ => None,
+        };
+        let left_out = journal.end(JournalEntry { progress: StepProgress::Ended(value), ..entry }, since, store_limit);
+        Some((journal, left_out))
     }
 
     /// Journals that the body has had no effect.
@@ -443,8 +502,12 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
+        if self.value.is_some() {
+            self.add_end();
+            return;
+        }
         let Some(place) = &self.place else { return };
-        let JournalPlace { journal, entry, was } = &**place;
+        let JournalPlace { journal, entry, was, .. } = &**place;
         match &self.stage {
             ClaimStage::Taken => {}
             ClaimStage::Begins => journal.withdraw(entry),

@@ -48,6 +48,8 @@ const UP: u64 = u64::MAX;
 /// [`holder`](StoreContext::holder); the engine uses the other methods.
 pub struct StoreContext {
     identity: Identity,
+    /// Size of the largest journal that a record can hold, in bytes.
+    max_journal_bytes: usize,
     clock: Arc<dyn Clock>,
     /// Source of owner tokens. `None`: the clock's entropy is the source of each token.
     owners: Option<Owners>,
@@ -142,7 +144,7 @@ impl StoreContext {
     ) -> Self {
         let process = PerProcess::new(ProcessState::new(&clock, mode, counts, store));
         let identity = Identity { store, system: None, handle: "".into(), holder: PerProcess::empty() };
-        Self { identity, clock, owners, mode, process }
+        Self { identity, max_journal_bytes: usize::MAX, clock, owners, mode, process }
     }
 
     /// Sets the name of the system behind the store in spans, one of OpenTelemetry's values of `db.system.name`
@@ -159,6 +161,18 @@ impl StoreContext {
     pub fn held_by(mut self, handle: &str) -> Self {
         self.identity.handle = handle.into();
         self
+    }
+
+    /// Sets the size of the largest [journal](crate::store::Journal) that a record can hold, in bytes (default: no
+    /// limit). A step whose entries do not fit is refused before its body runs.
+    #[must_use]
+    pub fn max_journal_bytes(mut self, max_journal_bytes: usize) -> Self {
+        self.max_journal_bytes = max_journal_bytes;
+        self
+    }
+
+    pub(crate) fn journal_limit(&self) -> usize {
+        self.max_journal_bytes
     }
 
     /// Returns the state of this process. This method makes a system call.

@@ -1,10 +1,11 @@
 //! The journal of a running attempt: the steps that have ended, and the steps that run.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::key::Fingerprint;
+use crate::policy::StepPolicy;
 use crate::record::journal::{JournalEntry, JournalError, JournalWriter, StepProgress};
 use crate::record::{Journal, StoredResult};
 use crate::sync::{Mutex, lock};
@@ -24,8 +25,11 @@ struct Steps {
     /// Last entries of the steps of earlier attempts that this attempt has not used, and the beginnings of all steps
     /// whose effects are in doubt, by name.
     earlier: BTreeMap<Box<str>, JournalEntry>,
-    /// Names that this attempt has used: of running steps, and of steps that have ended with a value.
-    used: BTreeSet<Box<str>>,
+    /// Names that this attempt has used: of running steps, and of steps that have ended with a value. Each name has the
+    /// bytes that are kept free in the journal for its entries.
+    used: BTreeMap<Box<str>, usize>,
+    /// Bytes that are kept free in the journal: the sum of `used`.
+    room: usize,
     /// Entries that the store has confirmed, of earlier attempts and of this attempt.
     confirmed: JournalWriter,
     /// Entries that the store has not confirmed, in the order in which their steps ended.
@@ -35,8 +39,7 @@ struct Steps {
     /// Number of entries of this attempt that a write may have brought to the store, at least `done`. These entries
     /// never change: the store would keep the longer one of two journals.
     sent: usize,
-    /// Whether the end of the attempt fails if it has not reached a journaled step.
-    strict: bool,
+    policy: StepPolicy,
     /// Consequences of an error of the body.
     after_error: AfterError,
     /// Reason why the journal of earlier attempts can't be read.
@@ -74,17 +77,18 @@ pub(crate) enum StepClaim {
     InDoubt(JournalEntry),
     /// This attempt has already used the name.
     UsedTwice,
-    /// The journal has as many entries as it may have.
-    Full,
+    /// The journal has as many steps or entries as it may have.
+    TooMany { max: usize },
+    /// The journal has no room for the entries of the step.
+    NoRoom { max: usize },
     /// The journal of earlier attempts can't be read, so the step may have ended already.
     Damaged(JournalError),
 }
 
 impl StepJournal {
-    /// Largest number of steps of an operation.
-    pub(crate) const MAX_STEPS: usize = 1000;
-    /// Largest number of entries of a journal: a step that begins and is undone leaves two entries each time.
-    const MAX_ENTRIES: usize = 8 * Self::MAX_STEPS;
+    /// Largest number of entries of a journal for each step that it may have: a step that begins and is undone leaves
+    /// two entries each time.
+    const ENTRIES_OF_A_STEP: usize = 8;
 
     /// Makes the journal of an attempt that continues with `journal`.
     pub(crate) fn of(journal: &Journal) -> Self {
@@ -104,16 +108,18 @@ impl StepJournal {
         Self { steps: Mutex::new(steps), turn: tokio::sync::Mutex::default() }
     }
 
-    /// Takes `name` for a step that is about to begin. `was`: its name before a renaming.
-    pub(crate) fn claim(&self, name: &str, was: Option<&str>) -> StepClaim {
+    /// Takes `name` for a step that is about to begin. `was`: its name before a renaming. `store_limit`: largest
+    /// journal that the store can hold.
+    pub(crate) fn claim(&self, name: &str, was: Option<&str>, store_limit: usize) -> StepClaim {
         let mut steps = lock(&self.steps);
         if let Some(damage) = steps.damage {
             return StepClaim::Damaged(damage);
         }
-        if steps.used.contains(name) || was.is_some_and(|was| steps.used.contains(was)) {
+        if steps.used.contains_key(name) || was.is_some_and(|was| steps.used.contains_key(was)) {
             return StepClaim::UsedTwice;
         }
         let names = || [Some(name), was].into_iter().flatten();
+        let room = names().map(room_for).sum();
         // If both names have an entry, the entry of the new name is the later one.
         let claim = match names().find_map(|name| steps.earlier.get(name)).cloned() {
             Some(JournalEntry { progress: StepProgress::Ended(value), attempt, inputs, .. }) => {
@@ -123,10 +129,16 @@ impl StepJournal {
                 StepClaim::Ended { attempt, inputs, value }
             }
             Some(begun) => StepClaim::InDoubt(begun),
-            None if steps.is_full() => return StepClaim::Full,
-            None => StepClaim::Runs,
+            None => match steps.refusal(room, store_limit) {
+                Some(refusal) => return refusal,
+                None => StepClaim::Runs,
+            },
         };
-        steps.used.extend(names().map(Box::from));
+        // A step that has ended has its entry.
+        let room = if let StepClaim::Ended { .. } = claim { 0 } else { room };
+        steps.room += room;
+        steps.used.extend(names().map(|name| (name.into(), 0)));
+        steps.used.insert(name.into(), room);
         claim
     }
 
@@ -134,8 +146,14 @@ impl StepJournal {
     pub(crate) fn give_back(&self, name: &str, was: Option<&str>) {
         let mut steps = lock(&self.steps);
         for name in [Some(name), was].into_iter().flatten() {
-            steps.used.remove(name);
+            let room = steps.used.remove(name).unwrap_or_default();
+            steps.room -= room;
         }
+    }
+
+    /// Frees the room of a step that has ended and adds no further entry.
+    pub(crate) fn free_room(&self, name: &str) {
+        lock(&self.steps).free_room(name);
     }
 
     /// Records that the store has confirmed the entry `begun`: from here on the effect of its step is in doubt.
@@ -148,9 +166,11 @@ impl StepJournal {
         lock(&self.steps).unconfirmed.push(entry);
     }
 
-    /// Adds the entry of a step that has ended. `since`: name under which its effect was in doubt.
-    pub(crate) fn end(&self, entry: JournalEntry, since: Option<&str>) {
+    /// Adds the entry of a step that has ended. `since`: name under which its effect was in doubt. If the value does
+    /// not fit into the rest of the journal, leaves out the value and returns its size.
+    pub(crate) fn end(&self, mut entry: JournalEntry, since: Option<&str>, store_limit: usize) -> Option<u64> {
         let mut steps = lock(&self.steps);
+        steps.free_room(&entry.name);
         let renamed = since.filter(|since| **since != *entry.name).map(|since| JournalEntry {
             name: since.into(),
             progress: StepProgress::Undone,
@@ -160,9 +180,22 @@ impl StepJournal {
         if let Some(since) = since {
             steps.earlier.remove(since);
         }
+        let entry_bytes = entry.written_bytes();
+        let beside = renamed.as_ref().map_or(0, JournalEntry::written_bytes);
+        let left_out = match &mut entry.progress {
+            StepProgress::Ended(value @ StoredResult::Encoded { .. })
+                if steps.bytes() + steps.room + beside + entry_bytes > steps.limit(store_limit) =>
+            {
+                let size = value.stored_bytes() as u64;
+                *value = StoredResult::TooLarge { size };
+                Some(size)
+            }
+            _ => None,
+        };
         // The end comes first: a journal that ends between the two entries still says that the step has ended.
         steps.unconfirmed.push(entry);
         steps.unconfirmed.extend(renamed);
+        left_out
     }
 
     /// Adds the entry that the effect of a step, which was in doubt, has not happened.
@@ -182,9 +215,12 @@ impl StepJournal {
         }
     }
 
-    /// Makes it an error if the attempt does not reach a step that an earlier attempt has journaled.
-    pub(crate) fn be_strict(&self) {
-        lock(&self.steps).strict = true;
+    pub(crate) fn set_policy(&self, policy: StepPolicy) {
+        lock(&self.steps).policy = policy;
+    }
+
+    pub(crate) fn policy(&self) -> StepPolicy {
+        lock(&self.steps).policy
     }
 
     /// Returns the names of the steps that an earlier attempt than `attempt` has journaled and this attempt has not
@@ -192,8 +228,8 @@ impl StepJournal {
     pub(crate) fn unreached(&self, attempt: u32) -> (Vec<(Box<str>, u32)>, bool) {
         let steps = lock(&self.steps);
         let unreached =
-            steps.earlier.values().filter(|entry| entry.attempt != attempt && !steps.used.contains(&entry.name));
-        (unreached.map(|entry| (entry.name.clone(), entry.attempt)).collect(), steps.strict)
+            steps.earlier.values().filter(|entry| entry.attempt != attempt && !steps.used.contains_key(&entry.name));
+        (unreached.map(|entry| (entry.name.clone(), entry.attempt)).collect(), steps.policy.strict)
     }
 
     /// Records that an error of the body must not end the operation.
@@ -226,13 +262,17 @@ impl StepJournal {
         if !steps.unconfirmed.iter().any(|entry| *entry.name == *name) {
             return None;
         }
-        let mut written = steps.confirmed.clone();
-        for entry in &steps.unconfirmed {
-            written.add(entry);
-        }
+        let written = steps.written();
         let (upto, sent_before) = (steps.done + steps.unconfirmed.len(), steps.sent);
         steps.sent = upto;
         Some(JournalWrite { journal: Journal::new(written.into_bytes())?, upto, sent_before })
+    }
+
+    /// Returns the journal with all entries, if the policy keeps it with the result.
+    pub(crate) fn kept(&self) -> Option<Journal> {
+        let steps = lock(&self.steps);
+        let kept = steps.policy.keep.then(|| steps.written())?;
+        Journal::new(kept.into_bytes())
     }
 
     /// Records that the store has confirmed `write`.
@@ -271,11 +311,48 @@ impl StepJournal {
 }
 
 impl Steps {
-    fn is_full(&self) -> bool {
-        let unused = self.earlier.keys().filter(|name| !self.used.contains(*name)).count();
+    /// Returns why the journal can't take a further step, whose entries without a value need `room`.
+    fn refusal(&self, room: usize, store_limit: usize) -> Option<StepClaim> {
+        let max = self.policy.max_steps;
+        let unused = self.earlier.keys().filter(|name| !self.used.contains_key(*name)).count();
         let entries = self.confirmed.entries() + self.unconfirmed.len();
-        self.used.len() + unused >= StepJournal::MAX_STEPS || entries >= StepJournal::MAX_ENTRIES
+        if self.used.len() + unused >= max || entries >= max.saturating_mul(StepJournal::ENTRIES_OF_A_STEP) {
+            return Some(StepClaim::TooMany { max });
+        }
+        let max = self.limit(store_limit);
+        (self.bytes() + self.room + room > max).then_some(StepClaim::NoRoom { max })
     }
+
+    /// Returns the journal with all entries.
+    fn written(&self) -> JournalWriter {
+        let mut written = self.confirmed.clone();
+        for entry in &self.unconfirmed {
+            written.add(entry);
+        }
+        written
+    }
+
+    /// Returns the largest size of the journal.
+    fn limit(&self, store_limit: usize) -> usize {
+        self.policy.max_journal_bytes.min(store_limit)
+    }
+
+    /// Returns the size of the journal with all entries.
+    fn bytes(&self) -> usize {
+        self.confirmed.len() + self.unconfirmed.iter().map(JournalEntry::written_bytes).sum::<usize>()
+    }
+
+    fn free_room(&mut self, name: &str) {
+        if let Some(room) = self.used.get_mut(name) {
+            self.room -= std::mem::take(room);
+        }
+    }
+}
+
+/// Returns the size of the entries that a step of this name may need in one attempt, without a value: its beginning,
+/// and its end or that it is undone.
+fn room_for(name: &str) -> usize {
+    2 * JournalEntry::bytes_without_value(name)
 }
 
 /// A journal to write.

@@ -606,7 +606,7 @@ impl Store for CachedInner {
         wrapper::upkeep(&self.this, &self.inner, &self.upkeep, |inner| Cached::open(inner, Arc::clone(&self.cache)).0)
     }
 
-    forward! { |store| store.inner => namespace, response_timeout, context, begin, renew, append, release, inspect, purge, list, ping }
+    forward! { |store| store.inner => namespace, response_timeout, context, begin, renew, append, step_values, release, inspect, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
         self.this.upgrade().expect("a borrowed store is alive")

@@ -963,6 +963,8 @@ struct Renewal<'a> {
 
 /// Number of bytes that DynamoDB may count for an update in addition to the size of the item.
 const BESIDE: usize = 4 * 1024;
+/// Largest journal of a record: it leaves room for the other attributes of the item, and for what an update counts.
+const MAX_JOURNAL_BYTES: usize = item::MAX_BYTES - 2 * BESIDE;
 /// Number of items that one page of a list reads if the filter may leave items out.
 const READ_AT_ONCE: i32 = 1000;
 

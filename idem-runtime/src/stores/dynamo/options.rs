@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use aws_sdk_dynamodb::Client;
 
-use super::{Connections, DynamoInner, DynamoStore, apart_from};
+use super::{Connections, DynamoInner, DynamoStore, MAX_JOURNAL_BYTES, apart_from};
 use crate::clock::{Clock, SystemClock};
 use crate::kit::waiting::WaiterTable;
 use crate::record::signed_millis;
@@ -119,7 +119,8 @@ impl DynamoOptions {
         let Self { namespace, holder, max_clock_skew, response_timeout, clock, upkeep_client } = self;
         let upkeep_client = upkeep_client.unwrap_or_else(|| apart_from(&client));
         let clock = clock.unwrap_or_else(|| Arc::new(SystemClock::default()));
-        let context = Arc::new(StoreContext::new("dynamodb", clock).system("aws.dynamodb").held_by(&holder));
+        let context = StoreContext::new("dynamodb", clock).system("aws.dynamodb").held_by(&holder);
+        let context = Arc::new(context.max_journal_bytes(MAX_JOURNAL_BYTES));
         let (waiting, warned) = (Arc::new(WaiterTable::default()), Arc::new(AtomicBool::new(false)));
         let (table, skew) = (table.into(), signed_millis(max_clock_skew));
         let handle = |client, upkeep| {
