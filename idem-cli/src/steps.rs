@@ -1,4 +1,4 @@
-//! Steps of an unfinished operation: their states, and the decisions about them.
+//! Steps of an operation: their states, and the decisions about them.
 
 use std::fmt::Write as _;
 
@@ -53,8 +53,8 @@ pub(crate) fn doubts(record: &Record) -> Option<String> {
 
 /// Returns a summary of the steps: their number, and the steps in doubt. `None` if the record has no journal.
 pub(crate) fn summary(found: &Inspection) -> Option<String> {
-    found.record.journal.as_ref()?;
     Some(match (found.steps(), in_doubt(found)) {
+        (Ok(steps), _) if steps.is_empty() => return None,
         (Ok(steps), Ok(names)) => match names.len() {
             0 => format!("{}, none in doubt", steps.len()),
             count => format!("{}, {count} in doubt: {}", steps.len(), named(&names)),

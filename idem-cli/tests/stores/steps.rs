@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use idem_runtime::policy::StepPolicy;
 use idem_runtime::store::Journal;
 use idem_runtime::{Error, Key, Operation, Policy, SqliteStore, Store, current};
 use idem_tests::sqlite::raw;
@@ -51,7 +52,15 @@ async fn show_prints_the_steps_in_order_and_their_values_only_on_request() {
     let object = shown(&records, "42", &["--steps", "--result"]);
     assert_eq!(object["journal"][0]["value"]["text"], "{\"card\":\"4111\"}");
 
-    // A finished operation has no steps.
+    // A finished operation has its steps only if its policy keeps them.
+    let kept = Operation::new(&records.store, Key::new("pay", "kept"), Policy::new(Duration::from_secs(3600)));
+    let body = async {
+        current()?.set_step_policy(StepPolicy::new().keep());
+        current()?.step("charge").run(async |_| Ok::<_, Error>(7)).await
+    };
+    kept.run(body).await.unwrap();
+    let run = records.idem(&["show", "pay/kept", "--steps", "--result"]).ends(0);
+    run.says("result       1 byte of json").says("step 1       charge: ended in attempt 1, 1 byte of json").says("\n7");
     completed(&records.store, "done", b"1").await;
     let run = records.idem(&["show", "pay/done", "--steps"]).ends(0);
     assert!(!run.out.contains("step"), "{run:?}");
