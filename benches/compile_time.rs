@@ -1,4 +1,5 @@
-//! Time to compile 200 annotated handlers, compared with the same 200 under `#[tracing::instrument]`.
+//! Time to compile 200 annotated handlers, compared with the same 200 under `#[tracing::instrument]`, and with the same
+//! 200 whose call of another service is a step.
 //!
 //! Generates a workspace in the target directory, with one crate of handlers for each side and one without any
 //! attribute. The dependencies are compiled first and not measured; a measured build compiles one of the crates anew,
@@ -12,10 +13,18 @@ use std::process::Command;
 
 use idem_benches::{Goal, Table, alternate, is_wanted, sized, timed};
 
-const SIDES: [(&str, &str); 3] = [
-    ("plain", ""),
-    ("instrumented", "#[tracing::instrument]"),
-    ("annotated", r#"#[idem_runtime::idempotent(key = "order:{event.order_id}", ttl = "7d", store = app.store)]"#),
+const IDEMPOTENT: &str = r#"#[idem_runtime::idempotent(key = "order:{event.order_id}", ttl = "7d", store = app.store)]"#;
+const BOOK: &str = "app.carrier.book(event.order_id, &event.address).await?";
+const BOOK_IN_A_STEP: &str = r#"idem_runtime::current()?.step("book").run(async |_| {
+        app.carrier.book(event.order_id, &event.address).await
+    }).await?"#;
+
+/// Sides: name, attribute of each handler, and its call of another service.
+const SIDES: [(&str, &str, &str); 4] = [
+    ("plain", "", BOOK),
+    ("instrumented", "#[tracing::instrument]", BOOK),
+    ("annotated", IDEMPOTENT, BOOK),
+    ("stepped", IDEMPOTENT, BOOK_IN_A_STEP),
 ];
 
 const PRELUDE: &str = r#"
@@ -63,7 +72,7 @@ impl From<idem_runtime::Error> for ShipError {
 }
 "#;
 
-fn source(attribute: &str, handlers: usize) -> String {
+fn source(attribute: &str, call: &str, handlers: usize) -> String {
     let mut source = PRELUDE.to_owned();
     for i in 0..handlers {
         write!(
@@ -74,7 +83,7 @@ pub async fn ship_{i}(app: &App, event: &OrderPaid) -> Result<Shipment, ShipErro
     if event.cents <= {i} {{
         return Err(ShipError::TooCheap);
     }}
-    let shipment = app.carrier.book(event.order_id, &event.address).await?;
+    let shipment = {call};
     let cents = shipment.cents + event.cents;
     Ok(Shipment {{ cents, ..shipment }})
 }}
@@ -101,7 +110,7 @@ impl Workspace {
         let root =
             Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the package lies in the workspace").to_owned();
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("compile_time");
-        let names = SIDES.map(|(name, _)| name);
+        let names = SIDES.map(|(name, ..)| name);
         let write = |path: &str, text: &str| {
             let path = folder.join(path);
             fs::create_dir_all(path.parent().expect("in the folder")).expect("the target directory can be written to");
@@ -113,7 +122,7 @@ impl Workspace {
                 "[workspace]\nresolver = \"3\"\nmembers = {names:?}\n\n[profile.dev.package.\"*\"]\ndebug = false\n"
             ),
         );
-        for (name, attribute) in SIDES {
+        for (name, attribute, call) in SIDES {
             let manifest = format!(
                 "[package]\nname = \"{name}\"\nversion = \"0.0.0\"\nedition = \"2024\"\npublish = false\n\n\
                  [dependencies]\nidem-runtime = {{ path = \"{}\" }}\nserde = {{ version = \"1\", features = [\"derive\"] }}\n\
@@ -121,7 +130,7 @@ impl Workspace {
                 root.join("idem-runtime").display(),
             );
             write(&format!("{name}/Cargo.toml"), &manifest);
-            write(&format!("{name}/src/lib.rs"), &source(attribute, handlers));
+            write(&format!("{name}/src/lib.rs"), &source(attribute, call, handlers));
         }
         // Cargo has downloaded the versions that this workspace locks, so it needs no network here.
         fs::copy(root.join("Cargo.lock"), folder.join("Cargo.lock")).expect("the workspace is locked");
@@ -166,7 +175,7 @@ fn main() {
         if !is_wanted(command) {
             continue;
         }
-        for (name, _) in SIDES {
+        for (name, ..) in SIDES {
             workspace.cargo(command, name);
         }
         let (mut cpu, rounds) = (SIDES.map(|_| Vec::new()), sized(7, 1));
@@ -175,12 +184,17 @@ fn main() {
             cpu.push(on_cpu);
             took
         };
-        let [plain_cpu, instrumented_cpu, annotated_cpu] = &mut cpu;
-        let [plain, instrumented, annotated] = alternate(
+        let [plain_cpu, instrumented_cpu, annotated_cpu, stepped_cpu] = &mut cpu;
+        let [plain, instrumented, annotated, stepped] = alternate(
             rounds,
-            [&mut || measure(0, plain_cpu), &mut || measure(1, instrumented_cpu), &mut || measure(2, annotated_cpu)],
+            [
+                &mut || measure(0, plain_cpu),
+                &mut || measure(1, instrumented_cpu),
+                &mut || measure(2, annotated_cpu),
+                &mut || measure(3, stepped_cpu),
+            ],
         );
-        let [plain_cpu, instrumented_cpu, annotated_cpu] = cpu.map(|mut values| {
+        let [plain_cpu, instrumented_cpu, annotated_cpu, stepped_cpu] = cpu.map(|mut values| {
             values.remove(0);
             idem_benches::Samples::from(values)
         });
@@ -190,5 +204,7 @@ fn main() {
         table.line(&row("processor time"), &instrumented_cpu, &annotated_cpu, times, Goal::AtMost(1.5));
         table.line(&row("elapsed, against no attribute"), &plain, &annotated, times, Goal::None);
         table.line(&row("processor time, against no attribute"), &plain_cpu, &annotated_cpu, times, Goal::None);
+        table.line(&row("elapsed, with a step against without"), &annotated, &stepped, times, Goal::None);
+        table.line(&row("processor time, with a step against without"), &annotated_cpu, &stepped_cpu, times, Goal::None);
     }
 }

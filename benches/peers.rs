@@ -1,7 +1,8 @@
 //! Compares other libraries with this one: the same server, the same work, each library at its best concurrency.
 //!
 //! *First* lines measure calls for new orders: they reserve the order, run a handler that does nothing, and record 150
-//! bytes of JSON. *Replay* lines measure calls for recorded orders, which return the result decoded.
+//! bytes of JSON. In the lines with 3 steps, the handler has three steps that do nothing and journal 150 bytes each.
+//! *Replay* lines measure calls for recorded orders, which return the result decoded.
 //!
 //! | side | implementation |
 //! |---|---|
@@ -11,7 +12,7 @@
 //! | Powertools, local cache | Powertools with `use_local_cache`; compared with `Cached` |
 //! | `idempotent` | the Rust crate, its `ValkeyStore` |
 //! | blog pattern on Redis | `SET NX`, then `SET` or `GET`, over one connection of the Rust client; no owner is checked |
-//! | DBOS | a workflow without steps, whose id is the order, in Python |
+//! | DBOS | a workflow whose id is the order, without steps and with three steps, in Python |
 //! | blog pattern on PostgreSQL | `INSERT … ON CONFLICT DO NOTHING`, then `UPDATE` or `SELECT`, prepared, in Rust |
 //!
 //! The peers are separate processes, which run the programs in `benches/peers` and read their work line by line. Each
@@ -31,7 +32,7 @@ use idem_benches::peer::Peer;
 use idem_benches::{
     Goal, Receipt, Samples, Table, alternate_all, is_quick, is_wanted, paced, sized, thousands_per_second, timed,
 };
-use idem_runtime::{Cached, Error, PostgresStore, RedisStore, Store, idempotent};
+use idem_runtime::{Cached, Error, PostgresStore, RedisStore, Store, current, idempotent};
 use idem_tests::postgres::PostgresServer;
 use idem_tests::server::{Kind, RedisServer};
 use tokio::runtime::Runtime;
@@ -44,9 +45,19 @@ async fn ship(store: &dyn Store, order_id: u64) -> Result<Receipt, Error> {
     Ok(Receipt::of(order_id))
 }
 
+#[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = "bench::fulfil")]
+async fn fulfil(store: &dyn Store, order_id: u64) -> Result<Receipt, Error> {
+    let attempt = current()?;
+    for name in ["charge", "reserve"] {
+        attempt.step(name).run(async |_| Ok::<_, Error>(Receipt::of(order_id))).await?;
+    }
+    attempt.step("book").run(async |_| Ok(Receipt::of(order_id))).await
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Work {
     First,
+    Steps,
     Replay,
 }
 
@@ -54,6 +65,16 @@ impl Work {
     fn name(self) -> &'static str {
         match self {
             Self::First => "first run",
+            Self::Steps => "first run with 3 steps",
+            Self::Replay => "replay",
+        }
+    }
+
+    /// Returns the name of the work in the lines that a peer reads.
+    fn word(self) -> &'static str {
+        match self {
+            Self::First => "first",
+            Self::Steps => "steps",
             Self::Replay => "replay",
         }
     }
@@ -62,7 +83,7 @@ impl Work {
     /// repeat these orders.
     fn orders(self, count: u64) -> (u64, u64) {
         match self {
-            Self::First => (new_orders(count).start, count),
+            Self::First | Self::Steps => (new_orders(count).start, count),
             Self::Replay => (0, SHIPPED),
         }
     }
@@ -97,7 +118,7 @@ impl<'a> Side<'a> {
         let peer = RefCell::new(peer);
         let run = Box::new(move |work: Work, concurrency, count| {
             let (first, _) = work.orders(count);
-            peer.borrow_mut().run(if work == Work::First { "first" } else { "replay" }, count, concurrency, first)
+            peer.borrow_mut().run(work.word(), count, concurrency, first)
         });
         Self { name, concurrencies: concurrencies.to_vec(), run, goal, is_in_process: false }
     }
@@ -156,7 +177,11 @@ fn ours(runtime: &Runtime, store: &Arc<dyn Store>, work: Work, tasks: u64, count
         async move {
             for n in calls {
                 let order_id = first + n % cycle;
-                assert_eq!(ship(&*store, order_id).await.expect("ships").order_id, order_id);
+                let shipped = match work {
+                    Work::Steps => fulfil(&*store, order_id).await,
+                    Work::First | Work::Replay => ship(&*store, order_id).await,
+                };
+                assert_eq!(shipped.expect("ships").order_id, order_id);
             }
         }
     });
@@ -268,6 +293,12 @@ fn on_postgres(runtime: &Runtime) {
     let table = Table::new("Peers on PostgreSQL", "thousand a second", "times its throughput");
     compare(&table, Work::First, &sides);
     compare(&table, Work::Replay, &sides);
+    // The blog pattern has no steps.
+    sides.remove(1);
+    for dbos in &mut sides[1..] {
+        dbos.goal = Goal::AtLeast(10.0);
+    }
+    compare(&table, Work::Steps, &sides);
 }
 
 fn main() {

@@ -1,4 +1,4 @@
-"""DBOS on PostgreSQL: a workflow without steps, whose id is the order. Argument: the URL of the server."""
+"""DBOS on PostgreSQL: workflows whose id is the order, without steps and with three. Argument: the URL of the server."""
 
 import os
 import sys
@@ -13,6 +13,28 @@ URL = sys.argv[1]
 @DBOS.workflow()
 def ship(order_id):
     return receipt(order_id)
+
+
+@DBOS.step()
+def charge(order_id):
+    return receipt(order_id)
+
+
+@DBOS.step()
+def reserve(order_id):
+    return receipt(order_id)
+
+
+@DBOS.step()
+def book(order_id):
+    return receipt(order_id)
+
+
+@DBOS.workflow()
+def fulfil(order_id):
+    charge(order_id)
+    reserve(order_id)
+    return book(order_id)
 
 
 def connect(threads):
@@ -31,7 +53,7 @@ def connect(threads):
 
     def call(work, order_id):
         with SetWorkflowID(f"order:{order_id}"):
-            return ship(order_id)
+            return fulfil(order_id) if work == "steps" else ship(order_id)
 
     return call
 
