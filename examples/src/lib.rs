@@ -8,6 +8,8 @@ mod arguments;
 #[cfg(feature = "stripe")]
 pub mod bank;
 mod claims;
+#[cfg(feature = "documents")]
+pub mod documents;
 #[cfg(feature = "fleet")]
 pub mod fleet;
 mod generate;
