@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::thread;
 
 use idem_runtime::clock::Clock;
+use idem_runtime::policy::StepPolicy;
 use idem_tests::clock::OddClock;
 
 use super::super::*;
@@ -230,6 +231,22 @@ async fn a_result_that_the_store_never_accepts_is_left_out_of_the_record_after_h
         assert!(matches!(world.call(POLICY).await.0, Err(Error::ResultUnavailable { .. })));
         assert_eq!(world.runs(), 1);
     }
+}
+
+#[tokio::test]
+async fn a_result_beside_a_journal_that_the_store_never_accepts_is_left_out_as_well() {
+    let world = World::new();
+    world.store.always(StoreCall::Finish, Fault::BeforeResult(StoreErrorKind::Full));
+    let began = world.clock.now();
+    let body = async {
+        current()?.set_step_policy(StepPolicy::new().keep());
+        current()?.step("charge").run(async |_| Ok::<_, Error>(7_u32)).await
+    };
+    let call = observe(world.operation(POLICY).run(body));
+    let (result, outcome) = driving(&world.clock, call).await;
+    assert_eq!(result.unwrap(), 7);
+    assert!(outcome.recorded() && !outcome.result_stored());
+    assert!((LEASE / 2..LEASE).contains(&world.clock.now().saturating_since(began)));
 }
 
 #[tokio::test]

@@ -3,6 +3,7 @@
 use std::pin::Pin;
 use std::sync::Mutex;
 
+use idem_runtime::operator::Resolution;
 use idem_runtime::policy::{Backoff, StepPolicy};
 use idem_runtime::step::StepProblem;
 use idem_runtime::store::{Journal, StepState};
@@ -533,7 +534,8 @@ async fn a_policy_limits_the_steps_the_values_and_the_journal() {
         let step = |name: &'static str, len| attempt.step(name).run(async move |_| Ok::<_, Error>("x".repeat(len)));
         assert_eq!(step("short", 8).await?.len(), 8);
         assert_eq!(step("long", 9).await?.len(), 9, "this attempt has the value");
-        step("third", 0).await?;
+        // A renamed step counts once.
+        attempt.step("third").was("old").run(async |_| Ok::<_, Error>(String::new())).await?;
         assert!(matches!(problem(step("fourth", 0).await), StepProblem::TooMany { max: 3, .. }));
         attempt.set_step_policy(StepPolicy::new().max_journal_bytes(400));
         assert_eq!(step("wide", 350).await?.len(), 350, "the value does not fit into the journal");
@@ -621,6 +623,38 @@ async fn a_policy_keeps_the_journal_with_the_result() {
     // A decision names the record that the operator saw.
     operator.discard(&World::key("k"), &found).await.unwrap();
     assert!(operator.inspect(&World::key("k")).await.unwrap().unwrap().steps().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn a_step_may_fail_more_often_than_a_journal_has_steps() {
+    let world = World::new();
+    for _ in 0..20 {
+        let body = async {
+            let attempt = current()?;
+            attempt.set_step_policy(StepPolicy::new().max_steps(1));
+            attempt.step("pay").fail().run(async |_| Err::<u32, _>(lost(Duration::from_secs(1)))).await
+        };
+        assert!(matches!(world.run(body).await, Err(Error::MessageLost { .. })));
+    }
+}
+
+#[tokio::test]
+async fn the_journal_of_steps_in_other_tasks_is_kept() {
+    let world = World::new();
+    let body = async {
+        let attempt = current()?;
+        attempt.set_step_policy(StepPolicy::new().keep());
+        let step = attempt.step("charge");
+        tokio::spawn(async { step.run(async |_| Ok::<_, Error>(7_u32)).await }).await.unwrap()
+    };
+    assert_eq!(world.run(body).await.unwrap(), 7);
+    let found = world.memory.operator().inspect(&World::key("k")).await.unwrap().unwrap();
+    assert_eq!(found.steps().unwrap().len(), 1);
+    // The same decision again changes nothing, and keeps the steps.
+    let operator = world.memory.operator().by("alice").reason("INC-7");
+    operator.resolve(&World::key("k"), &found, Resolution::completed(&7_u32).unwrap()).await.unwrap();
+    let found = operator.inspect(&World::key("k")).await.unwrap().unwrap();
+    assert_eq!((found.steps().unwrap().len(), found.decided_by()), (1, Some("alice")));
 }
 
 #[tokio::test]

@@ -477,7 +477,7 @@ async fn a_response_is_replayed_from_beside_the_kept_journal_of_its_handler() {
     };
     let first = ask().await;
     let again = ask().await;
-    assert_eq!((first.text(), again.text()), ("charge 1".into(), "charge 1".into()));
+    assert_eq!((first.text(), again.text()), ("charge 1", "charge 1"));
     assert!(!first.is_replay() && again.is_replay());
     layer.drain().await;
 }

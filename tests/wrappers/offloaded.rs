@@ -535,15 +535,41 @@ async fn large_values_of_steps_become_objects() {
     assert!(journal_bytes(&world).await < 200, "the journal holds the path");
     assert!(matches!(call().await, Error::NoAttempt));
     assert_eq!((effects.load(Relaxed), objects.count(Verb::Put)), (1, 1));
-    // An object store that does not answer: the step does not run, and a later attempt may get its value.
+    // An object store that does not answer: the step does not run, and its name may be used again.
     objects.always(Verb::Get, Trouble::Fails);
     assert!(matches!(call().await, Error::Store { .. }));
     objects.always(Verb::Get, None);
+    objects.next(Verb::Get, Trouble::Denies);
+    let body = async {
+        let attempt = idem_runtime::current()?;
+        let rows = || attempt.step("rows").run(async |_| Ok::<_, Error>(String::new()));
+        assert!(matches!(rows().await, Err(Error::Store { .. })));
+        assert_eq!(rows().await?.len(), 200);
+        Err::<(), _>(Error::NoAttempt)
+    };
+    let (ended, _) = as_time_passes(&world, Operation::new(&store, Ok(key("k")), POLICY).run(body)).await;
+    assert!(matches!(ended, Err(Error::NoAttempt)), "{ended:?}");
     assert!(matches!(call().await, Error::NoAttempt));
     objects.inner.delete(&path).await.unwrap();
     let gone = call().await;
     assert!(matches!(&gone, Error::Step { problem: StepProblem::ValueUnavailable { .. }, .. }), "{gone}");
     assert_eq!(effects.load(Relaxed), 1, "the step has run once");
+}
+
+/// The late finish of an attempt that was taken over removes the object of its result, and not of an equal value.
+#[tokio::test]
+async fn a_refused_finish_removes_no_value_of_a_step() {
+    let world = World::new();
+    let objects = Objects::default();
+    let store = offloaded(&world, &objects);
+    let lease = world.reserved(&store, "k").await;
+    let value = completed(&[b'x'; 200]).result().clone();
+    let values = store.step_values().unwrap();
+    let kept = values.keep(&lease, &value).await.unwrap();
+    world.clock.advance(LEASE);
+    world.reserved(&store, "k").await;
+    assert_eq!(store.finish(&lease, &completed(&[b'x'; 200])).await.unwrap(), Verdict::Refused);
+    assert_eq!(values.fetch(&kept).await.unwrap(), value);
 }
 
 #[tokio::test]

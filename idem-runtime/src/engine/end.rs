@@ -102,7 +102,9 @@ fn content(key: &Key, ending: &AttemptEnd) -> RecordContent {
     let AttemptEnd::Finish(finish) = ending else { return RecordContent::Nothing };
     let result = finish.result();
     let why = match result {
-        StoredResult::Encoded { bytes, .. } => return RecordContent::Result { bytes: bytes.len() },
+        StoredResult::Encoded { .. } => {
+            return RecordContent::Result { bytes: result.parts().0.stored_bytes() };
+        }
         StoredResult::TooLarge { .. } => Dropped::TooLarge,
         StoredResult::Unencodable | StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. } => {
             Dropped::Unencodable

@@ -120,9 +120,17 @@ pub(super) async fn write_again(
         let too_long = renews && may_pass(&error) && tries.elapsed() >= lease.duration / 2;
         written = Err(error);
         if (too_large || too_long)
-            && let Some(without_result) = ending.without_result()
+            && let Some(mut without_result) = ending.without_result()
         {
-            let shortened = write(store, lease, &without_result).await;
+            let mut shortened = write(store, lease, &without_result).await;
+            // Without its journal, a result may still be what the store does not accept.
+            while let Err(error) = &shortened
+                && (too_long || error.kind() == StoreErrorKind::TooLarge)
+                && let Some(next) = without_result.without_result()
+            {
+                shortened = write(store, lease, &next).await;
+                without_result = next;
+            }
             // A refused release may mean that an earlier `finish` took effect and only its answer was lost. So the
             // `finish` is repeated.
             let settled = matches!(shortened, Ok(Verdict::Applied)) || matches!(without_result, AttemptEnd::Finish(_));

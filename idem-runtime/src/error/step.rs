@@ -141,7 +141,7 @@ impl fmt::Display for StepProblem {
             Self::JournalFull { max } => write!(
                 f,
                 "the journal has {max} bytes at most and no room for the step, which did not run; return smaller values from \
-                 steps, or raise `StepPolicy::max_journal_bytes`"
+                 steps, or raise `StepPolicy::max_journal_bytes`, if the store can hold more"
             ),
             Self::InvalidInputs(error) => write!(f, "the inputs can't be hashed, and the step did not run: {error}"),
             Self::OtherInputs { attempt, recorded, presented } => {

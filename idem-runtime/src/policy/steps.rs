@@ -72,7 +72,7 @@ impl StepPolicy {
     /// Sets the size limit of the journal, in bytes (default: 1 MiB). Each entry of a step writes the whole journal. A
     /// value that does not fit into the rest of the journal is left out as a value that is too large. If there is no
     /// room for an entry without a value, the step does not run:
-    /// [`StepProblem::JournalFull`](crate::step::StepProblem::JournalFull). `DynamoDB` limits a journal to 396 KiB.
+    /// [`StepProblem::JournalFull`](crate::step::StepProblem::JournalFull). `DynamoDB` limits a journal to 392 KiB.
     #[must_use]
     pub const fn max_journal_bytes(self, max_journal_bytes: usize) -> Self {
         Self { max_journal_bytes, ..self }

@@ -327,9 +327,11 @@ impl Record {
                 let is_missing = matches!(recorded, StoredResult::TooLarge { .. } | StoredResult::Unencodable)
                     && matches!(finish.result(), StoredResult::Encoded { .. })
                     && matches!(finish, Finish::Completed(_)) == matches!(self.state, State::Completed(_));
-                match is_missing || self.state == finish.state() {
-                    true => Ruling::Replace(decided(finish.state())),
-                    false => Ruling::Answer(DecisionAnswer::Finished),
+                match (is_missing, self.state.is_end(finish)) {
+                    (true, _) => Ruling::Replace(decided(finish.state())),
+                    // The journal beside the result stays.
+                    (false, true) => Ruling::Replace(decided(self.state.clone())),
+                    (false, false) => Ruling::Answer(DecisionAnswer::Finished),
                 }
             }
             (_, State::Completed(_) | State::Failed(_)) => Ruling::Answer(DecisionAnswer::Finished),

@@ -16,9 +16,9 @@ use std::borrow::Cow;
 
 use bytes::Bytes;
 
-use super::{Finish, Journal, StoredResult};
 #[cfg(any(feature = "compressed", feature = "offloaded"))]
-use super::{Record, State};
+use super::{Finish, Record, State};
+use super::{Journal, StoredResult};
 use crate::codec::CodecName;
 
 const VERSION: u8 = 1;

@@ -281,6 +281,16 @@ impl State {
         }
     }
 
+    /// Returns whether this is the state after `finish`, with or without a journal beside the result.
+    pub(crate) fn is_end(&self, finish: &Finish) -> bool {
+        match (self, finish) {
+            (Self::Completed(result), Finish::Completed(other)) | (Self::Failed(result), Finish::Failed(other)) => {
+                *result.parts().0 == *other.parts().0
+            }
+            _ => false,
+        }
+    }
+
     /// Returns the name of the state in errors, rows, items and commands: `pending`, `released`, `interrupted`,
     /// `completed` or `failed`.
     pub const fn name(&self) -> &'static str {

@@ -7,7 +7,6 @@ pub(crate) mod cached;
 pub(crate) mod compressed;
 #[cfg(feature = "dynamodb")]
 pub(crate) mod dynamo;
-#[cfg(any(feature = "compressed", feature = "offloaded"))]
 #[cfg(feature = "memory")]
 pub(crate) mod memory;
 #[cfg(feature = "offloaded")]

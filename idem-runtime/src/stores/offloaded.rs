@@ -50,10 +50,11 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// store lets the operation run again.
 ///
 /// **The object store removes the objects.** Give the prefix a lifecycle rule that removes objects some time after the
-/// longest `ttl`, never sooner: an object and its record are about equally old. This wrapper removes an object only if
-/// its attempt has lost the lease, or if the inner store can't hold the record. The lifecycle rule also removes the
-/// object of an attempt that dies between the upload of its object and the write of its record, and the object of a
-/// result that an operator discards.
+/// longest `ttl`, never sooner: an object and its record are about equally old. The value of a step is as old as the
+/// attempt that ran the step: a rule for handlers with steps also adds the longest time that an operation takes with
+/// all its attempts. This wrapper removes an object only if its attempt has lost the lease, or if the inner store can't
+/// hold the record. The lifecycle rule also removes the object of an attempt that dies between the upload of its object
+/// and the write of its record, and the object of a result that an operator discards.
 ///
 /// Objects are named `<prefix>/<hash of the key>/<hash of the attempt and of the result>`. Two stores may share a
 /// prefix. All consumers of one store need the wrapper: a consumer without the wrapper gets an error that names the
@@ -260,14 +261,16 @@ impl OffloadedInner {
     }
 
     /// Uploads a result or a value of the attempt of `lease`. Returns the path of the object, and the reference to it.
+    /// `writer` enters the path: a result that is removed must not be the equal value of a step.
     async fn upload_of(
         &self,
         lease: &Lease,
+        writer: &[u8],
         codec: CodecName,
         bytes: &Bytes,
     ) -> Result<(Path, StoredResult), ObjectFailure> {
         let digest: [u8; DIGEST_BYTES] = Sha256::digest(bytes).into();
-        let path = self.path(&lease.key, lease.owner.as_bytes(), &digest);
+        let path = self.path(&lease.key, writer, &digest);
         // If the handler ended at its first poll, its lease is not renewed during the upload, so the upload must end
         // well before the lease.
         let limit = self.options.timeout.min(lease.duration / 3);
@@ -291,7 +294,7 @@ impl OffloadedInner {
             return self.inner.finish(lease, finish).await;
         };
         if bytes.len() > self.options.above {
-            match self.upload_of(lease, *codec, bytes).await {
+            match self.upload_of(lease, lease.owner.as_bytes(), *codec, bytes).await {
                 Ok((path, reference)) => {
                     let offloaded = finish.with_result(reference);
                     let written = self.inner.finish(lease, &offloaded).await;
@@ -341,7 +344,7 @@ impl OffloadedInner {
         if decided == DecisionAnswer::Finished
             && let Some(found) = self.inspect(&decision.key).await?
             && found.record.attempt == decision.seen.attempt()
-            && found.record.state == finish.state()
+            && found.record.state.is_end(finish)
         {
             // The attempt itself has recorded the same result, in another object.
             return Ok(DecisionAnswer::Applied);
@@ -415,8 +418,9 @@ impl StepValues for OffloadedInner {
             return StoreFuture::ready(Ok(value.clone()));
         }
         StoreFuture::new(async move {
-            let uploaded = self.upload_of(lease, *codec, bytes).await.map(|(_, reference)| reference);
-            uploaded.map_err(|failure| {
+            let writer = [b"step", &lease.owner.as_bytes()[..]].concat();
+            let uploaded = self.upload_of(lease, &writer, *codec, bytes).await;
+            uploaded.map(|(_, reference)| reference).map_err(|failure| {
                 tracing::warn!(
                     key = %lease.key, bytes = bytes.len(),
                     "{}; the value of the step goes into the journal itself", failure.reason()

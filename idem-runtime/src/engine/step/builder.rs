@@ -15,6 +15,7 @@ use super::run::CommittedStep;
 use super::run::{Retries, StepOptions, run};
 use crate::codec::{Codec, Json};
 use crate::engine::attempt::Attempt;
+use crate::engine::poll_notes::note_journaled;
 use crate::engine::reconciliation::Reconciliation;
 use crate::error::Error;
 use crate::key::Fingerprint;
@@ -63,13 +64,17 @@ impl Attempt {
         StepBuilder { options: Box::new(options), doubt: RerunOnDoubt, uncertain: Never, codec: PhantomData }
     }
 
-    /// Sets the limits of the journal of this attempt, and what becomes of the journal. Call this method at the
-    /// beginning of the body. Without a reservation and in shadow mode the policy has no effect.
+    /// Sets the limits of the journal of this attempt, and what becomes of the journal. Call this method in the body of
+    /// the handler, before its first step. Without a reservation and in shadow mode the policy has no effect.
     pub fn set_step_policy(&self, policy: StepPolicy) {
         if self.is_protected()
             && let JournalAccess::On(journal) = self.store.context().leases().journal(self.lease.owner)
         {
             journal.set_policy(policy);
+            if policy.keep {
+                // Steps may run in other tasks, whose notes do not reach the end of the attempt.
+                note_journaled();
+            }
         }
     }
 }

@@ -11,7 +11,9 @@ use serde::de::DeserializeOwned;
 
 use super::doubt::{Reaction, StepDoubt, UncertainIf};
 use super::name::{Step, StepFacts, StepName};
-use crate::codec::{Codec, Json};
+use crate::codec::Codec;
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+use crate::codec::Json;
 use crate::combine::race;
 use crate::engine::attempt::Attempt;
 use crate::engine::late::{Tries, may_pass};
@@ -72,8 +74,8 @@ where
     let mut tally = Tally::new(step.attempt());
     let mut claim = match begin(&step, &mut tally, inputs)? {
         StepStart::Runs(claim) => claim,
-        StepStart::Ended { attempt, value } => {
-            return Ok(replay::<C, T>(&step, &mut tally, attempt, value, on_undecodable).await?);
+        StepStart::Ended { claim, attempt, value } => {
+            return Ok(replay::<C, T>(&step, &mut tally, claim, (attempt, value), on_undecodable).await?);
         }
     };
     claim.fails = D::REACTION == Reaction::Fail;
@@ -150,8 +152,8 @@ impl CommittedStep {
         let mut tally = Tally::new(step.attempt());
         match begin(&step, &mut tally, inputs.clone())? {
             StepStart::Runs(claim) => Ok(Err(Self { step, inputs, claim, tally })),
-            StepStart::Ended { attempt, value } => {
-                replay::<Json, T>(&step, &mut tally, attempt, value, on_undecodable).await.map(Ok)
+            StepStart::Ended { claim, attempt, value } => {
+                replay::<Json, T>(&step, &mut tally, claim, (attempt, value), on_undecodable).await.map(Ok)
             }
         }
     }
@@ -189,15 +191,16 @@ impl CommittedStep {
     }
 }
 
-/// Returns the value that the attempt `attempt` has journaled.
+/// Returns the value that the attempt `attempt` has journaled. If the value can't be read now, the name is given back.
 async fn replay<C: Codec, T: DeserializeOwned>(
     step: &Step,
     tally: &mut Tally,
-    attempt: u32,
-    value: StoredResult,
+    mut claim: Claim,
+    (attempt, value): (u32, StoredResult),
     on_undecodable: OnUndecodable,
 ) -> Result<T, Error> {
     let value = fetched(step, value).await.inspect_err(|_| tally.outcome = StepOutcome::Refused)?;
+    claim.stage = ClaimStage::Ended;
     tally.outcome = StepOutcome::Replayed;
     read::<C, T>(&value, false, on_undecodable)
         .map_err(|problem| failed(step, tally, StepProblem::ValueUnavailable { attempt, problem: Box::new(problem) }))
@@ -283,7 +286,7 @@ enum StepStart {
     /// The body has to run.
     Runs(Claim),
     /// The attempt `attempt` has journaled the step.
-    Ended { attempt: u32, value: StoredResult },
+    Ended { claim: Claim, attempt: u32, value: StoredResult },
 }
 
 /// Decides whether the body of a step has to run.
@@ -348,7 +351,8 @@ fn begin(
             other_inputs(attempt, inputs).map_or(Ok(StepStart::Runs(claim)), problem)
         }
         StepClaim::Ended { attempt, inputs, value } => {
-            other_inputs(attempt, inputs).map_or(Ok(StepStart::Ended { attempt, value }), problem)
+            let ended = StepStart::Ended { claim: claim(ClaimStage::Taken), attempt, value };
+            other_inputs(attempt, inputs).map_or(Ok(ended), problem)
         }
         StepClaim::UsedTwice => problem(StepProblem::UsedTwice),
         StepClaim::TooMany { max } => problem(StepProblem::TooMany { max }),
@@ -502,8 +506,11 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        if self.value.is_some() {
-            self.add_end();
+        if let Some(place) = self.place.as_ref().filter(|_| self.value.is_some()) {
+            let step = place.entry.name.clone();
+            if let Some((_, Some(size))) = self.add_end() {
+                tracing::warn!(%step, size, "a step was dropped, and its value does not fit into the journal");
+            }
             return;
         }
         let Some(place) = &self.place else { return };

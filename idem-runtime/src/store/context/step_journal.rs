@@ -22,12 +22,12 @@ pub(crate) struct StepJournal {
 
 #[derive(Debug, Default)]
 struct Steps {
-    /// Last entries of the steps of earlier attempts that this attempt has not used, and the beginnings of all steps
-    /// whose effects are in doubt, by name.
+    /// Last entries of the steps of earlier attempts, and the beginnings of all steps whose effects are in doubt, by
+    /// name.
     earlier: BTreeMap<Box<str>, JournalEntry>,
     /// Names that this attempt has used: of running steps, and of steps that have ended with a value. Each name has the
-    /// bytes that are kept free in the journal for its entries.
-    used: BTreeMap<Box<str>, usize>,
+    /// bytes that are kept free in the journal for the entries of its step; `None` for a name before a renaming.
+    used: BTreeMap<Box<str>, Option<usize>>,
     /// Bytes that are kept free in the journal: the sum of `used`.
     room: usize,
     /// Entries that the store has confirmed, of earlier attempts and of this attempt.
@@ -86,9 +86,9 @@ pub(crate) enum StepClaim {
 }
 
 impl StepJournal {
-    /// Largest number of entries of a journal for each step that it may have: a step that begins and is undone leaves
-    /// two entries each time.
-    const ENTRIES_OF_A_STEP: usize = 8;
+    /// Largest number of entries of a journal whose policy allows fewer steps than the default: a step that begins and
+    /// is undone leaves two entries each time.
+    const MAX_ENTRIES: usize = 8 * StepPolicy::DEFAULT_MAX_STEPS;
 
     /// Makes the journal of an attempt that continues with `journal`.
     pub(crate) fn of(journal: &Journal) -> Self {
@@ -123,9 +123,6 @@ impl StepJournal {
         // If both names have an entry, the entry of the new name is the later one.
         let claim = match names().find_map(|name| steps.earlier.get(name)).cloned() {
             Some(JournalEntry { progress: StepProgress::Ended(value), attempt, inputs, .. }) => {
-                for name in names() {
-                    steps.earlier.remove(name);
-                }
                 StepClaim::Ended { attempt, inputs, value }
             }
             Some(begun) => StepClaim::InDoubt(begun),
@@ -137,8 +134,8 @@ impl StepJournal {
         // A step that has ended has its entry.
         let room = if let StepClaim::Ended { .. } = claim { 0 } else { room };
         steps.room += room;
-        steps.used.extend(names().map(|name| (name.into(), 0)));
-        steps.used.insert(name.into(), room);
+        steps.used.extend(was.map(|was| (was.into(), None)));
+        steps.used.insert(name.into(), Some(room));
         claim
     }
 
@@ -146,12 +143,13 @@ impl StepJournal {
     pub(crate) fn give_back(&self, name: &str, was: Option<&str>) {
         let mut steps = lock(&self.steps);
         for name in [Some(name), was].into_iter().flatten() {
-            let room = steps.used.remove(name).unwrap_or_default();
-            steps.room -= room;
+            let room = steps.used.remove(name).flatten();
+            steps.room -= room.unwrap_or_default();
         }
     }
 
     /// Frees the room of a step that has ended and adds no further entry.
+    #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
     pub(crate) fn free_room(&self, name: &str) {
         lock(&self.steps).free_room(name);
     }
@@ -316,7 +314,8 @@ impl Steps {
         let max = self.policy.max_steps;
         let unused = self.earlier.keys().filter(|name| !self.used.contains_key(*name)).count();
         let entries = self.confirmed.entries() + self.unconfirmed.len();
-        if self.used.len() + unused >= max || entries >= max.saturating_mul(StepJournal::ENTRIES_OF_A_STEP) {
+        let used = self.used.values().flatten().count();
+        if used + unused >= max || entries >= StepJournal::MAX_ENTRIES {
             return Some(StepClaim::TooMany { max });
         }
         let max = self.limit(store_limit);
@@ -343,7 +342,7 @@ impl Steps {
     }
 
     fn free_room(&mut self, name: &str) {
-        if let Some(room) = self.used.get_mut(name) {
+        if let Some(Some(room)) = self.used.get_mut(name) {
             self.room -= std::mem::take(room);
         }
     }
