@@ -13,7 +13,8 @@ use std::process::Command;
 
 use idem_benches::{Goal, Table, alternate, is_wanted, sized, timed};
 
-const IDEMPOTENT: &str = r#"#[idem_runtime::idempotent(key = "order:{event.order_id}", ttl = "7d", store = app.store)]"#;
+const IDEMPOTENT: &str =
+    r#"#[idem_runtime::idempotent(key = "order:{event.order_id}", ttl = "7d", store = app.store)]"#;
 const BOOK: &str = "app.carrier.book(event.order_id, &event.address).await?";
 const BOOK_IN_A_STEP: &str = r#"idem_runtime::current()?.step("book").run(async |_| {
         app.carrier.book(event.order_id, &event.address).await
@@ -205,6 +206,12 @@ fn main() {
         table.line(&row("elapsed, against no attribute"), &plain, &annotated, times, Goal::None);
         table.line(&row("processor time, against no attribute"), &plain_cpu, &annotated_cpu, times, Goal::None);
         table.line(&row("elapsed, with a step against without"), &annotated, &stepped, times, Goal::None);
-        table.line(&row("processor time, with a step against without"), &annotated_cpu, &stepped_cpu, times, Goal::None);
+        table.line(
+            &row("processor time, with a step against without"),
+            &annotated_cpu,
+            &stepped_cpu,
+            times,
+            Goal::None,
+        );
     }
 }

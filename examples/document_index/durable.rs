@@ -1,7 +1,7 @@
 //! An index of documents: a service that downloads documents, indexes their pages, and answers questions from them.
 //!
-//! This is the program of `plain.rs` with steps: a request that is repeated after a failure downloads and indexes only the
-//! documents whose step has not ended.
+//! This is the program of `plain.rs` with steps: a request that is repeated after a failure downloads and indexes only
+//! the documents whose step has not ended.
 //!
 //! ```sh
 //! cargo run --example document_index --features documents
@@ -30,10 +30,10 @@ struct App {
 }
 
 impl App {
-    fn open(folder: &Path) -> Result<Self, AnyError> {
+    async fn open(folder: &Path) -> Result<Self, AnyError> {
         let index = Connection::open(folder.join("index.db"))?;
         index.execute_batch("CREATE VIRTUAL TABLE IF NOT EXISTS pages USING fts5 (url UNINDEXED, page)")?;
-        Ok(Self { index: Mutex::new(index), records: SqliteStore::open(folder.join("records.db"))? })
+        Ok(Self { index: Mutex::new(index), records: SqliteStore::open(folder.join("records.db")).await? })
     }
 
     fn insert(&self, url: &str, page: &str) -> Result<(), AnyError> {
@@ -62,8 +62,8 @@ struct Batch {
 #[idempotent(key = "{batch.id}", ttl = "7d", store = app.records)]
 async fn index_documents(app: &App, batch: &Batch) -> Result<usize, AnyError> {
     let attempt = current()?;
-    let indexed = |url| attempt.step(("document", url)).run(async |_| index_document(app, url).await);
-    let documents = batch.urls.iter().map(indexed);
+    let step = |url| attempt.step(("document", url));
+    let documents = batch.urls.iter().map(|url| step(url).run(async |_| index_document(app, url).await));
     let pages = join_all(documents).await.into_iter().sum::<Result<usize, _>>()?;
     println!("indexed {} documents with {pages} pages", batch.urls.len());
     Ok(pages)
@@ -106,7 +106,7 @@ async fn chat(State(app): State<Arc<App>>, Json(question): Json<Question>) -> Re
 
 #[tokio::main]
 async fn main() -> Result<(), AnyError> {
-    let app = Arc::new(App::open(&folder("durable")?)?);
+    let app = Arc::new(App::open(&folder("durable")?).await?);
     let service = Router::new().route("/index", post(index)).route("/chat", post(chat)).with_state(app);
     demonstrate(service).await
 }

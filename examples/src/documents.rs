@@ -6,10 +6,10 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use axum::Router;
 use axum::extract::{Path, State};
 use axum::http::StatusCode;
 use axum::routing::get;
-use axum::{Json, Router};
 use bytes::Bytes;
 use http::Request;
 use http_body_util::{BodyExt as _, Full};

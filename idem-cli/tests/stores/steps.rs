@@ -56,11 +56,11 @@ async fn show_prints_the_steps_in_order_and_their_values_only_on_request() {
     let kept = Operation::new(&records.store, Key::new("pay", "kept"), Policy::new(Duration::from_secs(3600)));
     let body = async {
         current()?.set_step_policy(StepPolicy::new().keep());
-        current()?.step("charge").run(async |_| Ok::<_, Error>(7)).await
+        current()?.step("charge").run(async |_| Ok::<_, Error>(17)).await
     };
     kept.run(body).await.unwrap();
     let run = records.idem(&["show", "pay/kept", "--steps", "--result"]).ends(0);
-    run.says("result       1 byte of json").says("step 1       charge: ended in attempt 1, 1 byte of json").says("\n7");
+    run.says("result       2 bytes of json").says("step 1       charge: ended in attempt 1, 2 bytes of json").says("\n17\n");
     completed(&records.store, "done", b"1").await;
     let run = records.idem(&["show", "pay/done", "--steps"]).ends(0);
     assert!(!run.out.contains("step"), "{run:?}");
