@@ -7,6 +7,8 @@
 //! - *Wait*: duplicates in another handle wait for a running attempt. The figure is the time in milliseconds from the
 //!   end of the attempt's handler until the last duplicate has the result.
 //! - *Results*: thousands of calls per second by 16 tasks, with results of 1 KB, 64 KB and 1 MB.
+//! - *Steps*: first runs of a handler without steps and of a handler with three steps. The figure is the time of one
+//!   step against half of a first run: a first run makes two writes, and a step makes one.
 //! - *Leases*: elapsed time and processor time of one renewal of 100 000 leases.
 //! - *Hot key*: 10 000 concurrent duplicates from another handle: while the handler runs, after its end, and waiting
 //!   for its end. The calls of the store are counted, and the bench fails if a duplicate costs more than one call.
@@ -33,7 +35,8 @@ use idem_runtime::metrics::STORE_SECONDS;
 use idem_runtime::sqlite::Synchronous;
 use idem_runtime::store::{Lease, Verdict};
 use idem_runtime::{
-    Cached, Error, MemoryStore, Policy, PostgresStore, RedisStore, SqliteStore, Store, StoreExt as _, idempotent,
+    Cached, Error, MemoryStore, Policy, PostgresStore, RedisStore, SqliteStore, Store, StoreExt as _, current,
+    idempotent,
 };
 use idem_tests::cluster::Cluster;
 use idem_tests::postgres::PostgresServer;
@@ -56,6 +59,17 @@ const HELD_FROM: u64 = 500_000;
 
 #[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = shared("bench::ship"))]
 async fn ship(store: &dyn Store, order_id: u64) -> Result<Receipt, Error> {
+    Ok(Receipt::of(order_id))
+}
+
+const STEPS: [&str; 3] = ["charge", "reserve", "book"];
+
+#[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = shared("bench::ship"))]
+async fn ship_in_steps(store: &dyn Store, order_id: u64) -> Result<Receipt, Error> {
+    let attempt = current()?;
+    for name in STEPS {
+        attempt.step(name).run(async |_| Ok::<_, Error>(order_id)).await?;
+    }
     Ok(Receipt::of(order_id))
 }
 
@@ -369,6 +383,39 @@ impl Subject {
         }
     }
 
+    /// Returns thousands of first runs of the handler with steps per second.
+    fn runs_in_steps(&self, tasks: u64, count: u64) -> f64 {
+        self.with_store(|store| {
+            let new = new_orders(count).start;
+            let calls = share(tasks, count, |_, calls| {
+                let store = Arc::clone(store);
+                async move {
+                    for order_id in calls.map(|n| new + n) {
+                        assert_eq!(ship_in_steps(&*store, order_id).await.expect("ships").order_id, order_id);
+                    }
+                }
+            });
+            self.rate(count, calls)
+        })
+    }
+
+    fn steps(&self) {
+        let table = self.table("steps", "thousand first runs a second", "time of a step, in halves of a first run");
+        for tasks in [1, 64] {
+            let name = format!("step, {tasks} {}", if tasks == 1 { "task" } else { "tasks" });
+            if !self.is_wanted(&name) {
+                continue;
+            }
+            let target = Duration::from_millis(sized(300, 1));
+            let mut without = paced(target, tasks.max(20), |count| self.idem(Work::FirstRun, tasks, count));
+            let mut with = paced(target, tasks.max(20), |count| self.runs_in_steps(tasks, count));
+            let [without, with] = alternate(sized(15, 1), [&mut without, &mut with]);
+            // A run with steps takes 1 / `with`, a run without takes 1 / `without`.
+            let of_a_step = |with, without| (without / with - 1.0) / STEPS.len() as f64 * 2.0;
+            table.line(&name, &without, &with, of_a_step, Goal::None);
+        }
+    }
+
     /// Returns the hand-written sides. A line of the table compares the library with the fastest of them.
     fn by_hand(&self, work: Work, tasks: u64) -> Vec<Side<'_>> {
         match &self.raw {
@@ -625,6 +672,7 @@ impl Subject {
 
     fn measure(self) {
         self.calls();
+        self.steps();
         self.results();
         self.waits();
         self.hot_key();

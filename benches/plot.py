@@ -85,6 +85,18 @@ def per_store(results, section, unit):
     return table([unit, *STORES], rows)
 
 
+def steps(results):
+    """The time of a step against half of a first run, with the middle half of the rounds."""
+    rows = []
+    for name in ["step, 1 task", "step, 64 tasks"]:
+        found = [results.get(("matrix", f"{store}: steps", name)) for store in STORES]
+        ratios = [it and it["result"] for it in found]
+        rows.append([name, *(
+            f"**{figure(it['value'])}** ({figure(it['low'])} to {figure(it['high'])})" if it else "" for it in ratios
+        )])
+    return table(["halves of a first run", *STORES], rows)
+
+
 def peers(results):
     rows = []
     for (bench, where, _), result in results.items():
@@ -254,6 +266,8 @@ def main():
         plot_results(results, plots / "results.png")
     if "hot key" in sections:
         tables["matrix: hot key"] = per_store(results, "hot key", "line")
+    if "steps" in sections:
+        tables["matrix: steps"] = steps(results)
     if "leases" in sections:
         tables["matrix: leases"] = per_store(results, "leases", "ms")
     if "peers" in benches:
