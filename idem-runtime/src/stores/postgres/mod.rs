@@ -32,7 +32,7 @@ use self::batch::operations::{BeginMarks, EndRow, EndWrites, Reservations, by_ke
 use self::client::Database;
 use self::failure::{OpFailure, misconfigured};
 pub use self::options::PostgresOptions;
-use self::param::{Effect, HiddenParam};
+use self::param::{Effect, LeaseParams};
 use self::sessions::{ConnectionSource, Sessions};
 #[cfg(feature = "conformance")]
 pub use self::sql::Cells;
@@ -434,9 +434,9 @@ impl PostgresInner {
     ) -> Result<Vec<usize>, StoreError> {
         let here = self.here()?;
         let StatementPool { database, sql, .. } = &*here.server;
-        let asked = LeaseParams::new(leases, places);
-        let renewed = match asked.of(database, &sql.renew, Effect::Writes).await {
-            Err(failure) if failure.is_deadlock => asked.of(database, &sql.renew, Effect::Writes).await?,
+        let asked = LeaseParams::new(places.iter().map(|place| &leases[*place]));
+        let renewed = match ask_about(&asked, database, &sql.renew, Effect::Writes).await {
+            Err(failure) if failure.is_deadlock => ask_about(&asked, database, &sql.renew, Effect::Writes).await?,
             // Another session locked a row while the statement ran. The next statement skips that row from the start.
             Err(failure) if failure.is_locked => return Ok(places.to_vec()),
             renewed => renewed?,
@@ -452,7 +452,8 @@ impl PostgresInner {
         if rest.is_empty() {
             return Ok(rest);
         }
-        let mut held = LeaseParams::new(leases, &rest).of(database, &sql.held, Effect::Reads).await?.into_iter();
+        let asked = LeaseParams::new(rest.iter().map(|place| &leases[*place]));
+        let mut held = ask_about(&asked, database, &sql.held, Effect::Reads).await?.into_iter();
         rest.retain(|place| {
             let is_held = held.next().unwrap_or(false);
             if !is_held {
@@ -538,35 +539,15 @@ impl PostgresInner {
     }
 }
 
-/// The parameters of a statement that renews or checks leases.
-struct LeaseParams<'a> {
-    keys: Vec<&'a str>,
-    owners: HiddenParam<Vec<&'a [u8]>>,
-    attempts: Vec<i64>,
-}
-
-impl<'a> LeaseParams<'a> {
-    fn new(leases: &'a [Lease], places: &[usize]) -> Self {
-        let leases = || places.iter().map(|place| &leases[*place]);
-        Self {
-            keys: leases().map(|lease| lease.key.as_str()).collect(),
-            owners: HiddenParam(leases().map(|lease| &lease.owner.as_bytes()[..]).collect()),
-            attempts: leases().map(|lease| lease.attempt.into()).collect(),
-        }
-    }
-
-    /// Runs `statement`. Returns for each lease whether the answer contains the index of the lease.
-    async fn of(&self, database: &Database, statement: &Statement, effect: Effect) -> Result<Vec<bool>, OpFailure> {
-        let params: [&(dyn ToSql + Sync); 3] = [&self.keys, &self.owners, &self.attempts];
-        let mut answered = vec![false; self.keys.len()];
-        for row in &database.renew(statement, &params, effect).await? {
-            let place = row.try_get::<_, i64>(0).ok().and_then(|place| usize::try_from(place.checked_sub(1)?).ok());
-            if let Some(it) = place.and_then(|place| answered.get_mut(place)) {
-                *it = true;
-            }
-        }
-        Ok(answered)
-    }
+/// Runs `statement`, which renews or checks leases. Returns for each lease whether the answer contains its index.
+async fn ask_about(
+    leases: &LeaseParams<'_>,
+    database: &Database,
+    statement: &Statement,
+    effect: Effect,
+) -> Result<Vec<bool>, OpFailure> {
+    let params: [&(dyn ToSql + Sync); 3] = [&leases.keys, &leases.owners, &leases.attempts];
+    Ok(sql::answered(&database.renew(statement, &params, effect).await?, leases.keys.len()))
 }
 
 impl Store for PostgresInner {

@@ -1,5 +1,5 @@
-//! Parameters whose values no log shows ([`HiddenParam`]), and the [`Effect`]s of statements. The effect of a statement
-//! decides the time limit of its exchange.
+//! Parameters whose values no log shows ([`HiddenParam`]), the parameters of statements about leases, and the
+//! [`Effect`]s of statements. The effect of a statement decides the time limit of its exchange.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,6 +8,7 @@ use bytes::BytesMut;
 use tokio_postgres::types::{IsNull, ToSql, Type};
 
 use crate::kit::metered::SENT_IN_TIME;
+use crate::record::Lease;
 
 /// Effect of a statement that the server runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -51,4 +52,21 @@ impl<T: ToSql> ToSql for HiddenParam<T> {
     }
 
     tokio_postgres::types::to_sql_checked!();
+}
+
+/// The parameters that name the attempts of a statement about many leases: their keys, owner tokens and numbers.
+pub(super) struct LeaseParams<'a> {
+    pub(super) keys: Vec<&'a str>,
+    pub(super) owners: HiddenParam<Vec<&'a [u8]>>,
+    pub(super) attempts: Vec<i64>,
+}
+
+impl<'a> LeaseParams<'a> {
+    pub(super) fn new(leases: impl Iterator<Item = &'a Lease> + Clone) -> Self {
+        Self {
+            keys: leases.clone().map(|lease| lease.key.as_str()).collect(),
+            owners: HiddenParam(leases.clone().map(|lease| &lease.owner.as_bytes()[..]).collect()),
+            attempts: leases.map(|lease| lease.attempt.into()).collect(),
+        }
+    }
 }

@@ -974,6 +974,18 @@ pub(super) fn key(row: &Row) -> Option<&str> {
     row.try_get(KEY_OF_MANY_AT).ok()
 }
 
+/// Returns for each of `count` leases whether an answer contains its index. The server counts from 1.
+pub(super) fn answered(rows: &[Row], count: usize) -> Vec<bool> {
+    let mut answered = vec![false; count];
+    for row in rows {
+        let place = row.try_get::<_, i64>(0).ok().and_then(|place| usize::try_from(place.checked_sub(1)?).ok());
+        if let Some(it) = place.and_then(|place| answered.get_mut(place)) {
+            *it = true;
+        }
+    }
+    answered
+}
+
 /// Reads a row of a statement that reads many records.
 pub(super) fn met_in_a_batch(row: &Row) -> LookupResult {
     match row.try_get::<_, Option<bool>>(LEFT_OUT_AT) {

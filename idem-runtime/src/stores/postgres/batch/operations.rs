@@ -9,7 +9,7 @@ use tokio_postgres::types::ToSql;
 
 use super::super::client::Database;
 use super::super::failure::OpFailure;
-use super::super::param::{Effect, HiddenParam};
+use super::super::param::{Effect, HiddenParam, LeaseParams};
 use super::super::sql::{self, Columns, Executor as _, FoundRow, LookupResult};
 use super::super::statement_pool::StatementPool;
 use super::{QueuedOp, Work};
@@ -215,17 +215,12 @@ impl BeginMarks {
     /// that the body has begun. An attempt has one caller, so no attempt occurs twice in `leases`.
     async fn mark(&self, leases: &[&Lease]) -> Result<Vec<bool>, OpFailure> {
         let order = by_key(leases, |lease| lease.key.as_str());
-        let sorted = || order.iter().map(|place| leases[*place]);
-        let keys: Vec<&str> = sorted().map(|lease| lease.key.as_str()).collect();
-        let owners: Vec<&[u8]> = sorted().map(|lease| &lease.owner.as_bytes()[..]).collect();
-        let attempts: Vec<i64> = sorted().map(|lease| lease.attempt.into()).collect();
-        let params: [&(dyn ToSql + Sync); 3] = [&keys, &HiddenParam(owners), &attempts];
+        let sorted = LeaseParams::new(order.iter().map(|place| leases[*place]));
+        let params: [&(dyn ToSql + Sync); 3] = [&sorted.keys, &sorted.owners, &sorted.attempts];
+        let rows = self.0.rows(&self.0.sql.begin, &params, Effect::Writes).await?;
         let mut marked = vec![false; leases.len()];
-        for row in &self.0.rows(&self.0.sql.begin, &params, Effect::Writes).await? {
-            let at = row.try_get::<_, i64>(0).ok().and_then(|place| usize::try_from(place.checked_sub(1)?).ok());
-            if let Some(place) = at.and_then(|at| order.get(at)) {
-                marked[*place] = true;
-            }
+        for (place, is_marked) in order.iter().zip(sql::answered(&rows, order.len())) {
+            marked[*place] = is_marked;
         }
         Ok(marked)
     }
