@@ -14,7 +14,7 @@ use idem_runtime::key::Fingerprint;
 use idem_runtime::postgres::PostgresOptions;
 use idem_runtime::record::{State, StoredResult, Traceparent};
 use idem_runtime::store::{
-    Decision, DecisionAnswer, Filter, Finish, HealthProblem, Holder, Lease, OwnerToken, Release, Reservation,
+    Decision, DecisionAnswer, Filter, Finish, HealthProblem, Holder, Journal, Lease, OwnerToken, Release, Reservation,
     ReserveRequest, Standing, Verdict, renew_all,
 };
 use idem_runtime::{
@@ -536,6 +536,183 @@ async fn concurrent_operations_share_statements() {
     counter.count();
     assert!(renew_all(&store, &leases).await.unwrap().iter().all(|answer| *answer == Verdict::Applied));
     assert_eq!(counter.count(), 20, "500 leases a statement");
+}
+
+/// Runs a handler that has three steps and returns its own number.
+async fn in_three_steps(store: &PostgresStore, number: u32) -> Result<u32, Error> {
+    let key = Ok::<_, idem_runtime::key::KeyError>(Key::new("test", format!("steps{number}")).unwrap());
+    let body = async {
+        for name in ["charge", "reserve", "book"] {
+            let value = current()?.step(name).run(async |_| Ok::<_, Error>(number)).await?;
+            assert_eq!(value, number);
+        }
+        Ok(number)
+    };
+    Operation::new(store, key, POLICY).run(body).await
+}
+
+#[tokio::test]
+async fn concurrent_handlers_share_the_statements_of_their_steps() {
+    let server = PostgresServer::start_with(&["log_statement=all", "fsync=off"]);
+    let store = connect(&server.url()).await;
+    let mut counter = Counter::new(&server);
+    assert_eq!(in_three_steps(&store, 0).await.unwrap(), 0);
+    assert_eq!(counter.count(), 5, "a lone handler: the reservation, three steps and the result");
+    let handlers = join_all((1..201).map(|n| in_three_steps(&store, n))).await;
+    assert_eq!(handlers.into_iter().map(Result::unwrap).collect::<Vec<_>>(), (1..201).collect::<Vec<_>>());
+    let statements = counter.count();
+    // Without shared statements, the steps of 200 handlers alone are 600 statements.
+    assert!(statements < 100, "200 handlers with three steps in {statements} statements");
+}
+
+/// Journal of `bytes` bytes.
+fn journal(bytes: usize) -> Journal {
+    Journal::new(vec![b'j'; bytes]).unwrap()
+}
+
+#[tokio::test]
+async fn large_journals_share_no_statement() {
+    let server = PostgresServer::start_with(&["log_statement=all", "fsync=off"]);
+    let store = connect(&server.url()).await;
+    // With two connections, large journals share statements of 256 KB, so that other calls find a free connection.
+    let few = PostgresStore::options().pool_size(2).connect(&server.url()).await.unwrap();
+    let mut counter = Counter::new(&server);
+    for (name, store, bytes, statements) in [
+        ("small", &store, 8_000, 2),
+        ("over 8 KB", &store, 9_000, 20),
+        ("large", &store, 100_000, 20),
+        ("few", &few, 9_000, 2),
+        ("few and large", &few, 300_000, 20),
+    ] {
+        let leases = join_all((0..20).map(async |n| reserved(store, &format!("{name}:{n}")).await)).await;
+        counter.count();
+        let journal = journal(bytes);
+        for written in join_all(leases.iter().map(|lease| store.append(lease, &journal))).await {
+            assert_eq!(written.unwrap(), Verdict::Applied);
+        }
+        assert_eq!(counter.count(), statements, "{name}: 20 journals of {bytes} bytes");
+        for lease in &leases {
+            let found = store.inspect(&lease.key).await.unwrap().unwrap();
+            assert_eq!(found.record.journal, Some(journal.clone()), "{name}");
+        }
+    }
+}
+
+/// A journal that is sent together with other journals, with the answer that it must get and the length of the journal
+/// that its record must have afterwards.
+struct SentJournal {
+    why: &'static str,
+    lease: Lease,
+    bytes: usize,
+    answer: Result<Verdict, StoreErrorKind>,
+    kept: Option<usize>,
+}
+
+#[tokio::test]
+async fn a_journal_that_is_refused_costs_no_other_journal_of_its_statement() {
+    for (partitions, with_error) in [(0, false), (4, false), (0, true)] {
+        writes_all_but_the_refused(partitions, with_error).await;
+    }
+}
+
+async fn writes_all_but_the_refused(partitions: u16, with_error: bool) {
+    let server = PostgresServer::start_with(&["log_statement=all", "fsync=off"]);
+    let store = options().partitions(partitions).connect(&server.url()).await.unwrap();
+    let raw = server.raw().await;
+    // The server refuses this record, for a reason that fails the whole statement.
+    raw.batch_execute(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
+         IF NEW.key LIKE '%oversized%' THEN RAISE 'too large' USING ERRCODE = '54000'; END IF; RETURN NEW; END $$; \
+         CREATE TRIGGER refuse BEFORE UPDATE ON idem.records FOR EACH ROW EXECUTE FUNCTION refuse()",
+    )
+    .await
+    .unwrap();
+    let mut sent = Vec::new();
+    let mut send = |why, lease, bytes, answer, kept| sent.push(SentJournal { why, lease, bytes, answer, kept });
+    let (applied, refused) = (Ok(Verdict::Applied), Ok(Verdict::Refused));
+    let with_journal = async |name: &str| {
+        let lease = reserved(&store, name).await;
+        assert_eq!(store.append(&lease, &journal(10)).await.unwrap(), Verdict::Applied);
+        lease
+    };
+    for n in 0..40 {
+        send("the journal of an attempt", reserved(&store, &format!("k{n}")).await, 20 + n, applied, Some(20 + n));
+    }
+    let mut foreign = with_journal("foreign").await;
+    foreign.owner = store.context().new_owner();
+    send("with another owner token", foreign, 20, refused, Some(10));
+    let mut other = with_journal("other").await;
+    other.attempt += 1;
+    send("with another attempt number", other, 20, refused, Some(10));
+    send("shorter than the journal in the record", with_journal("shorter").await, 5, applied, Some(10));
+    let ended = with_journal("ended").await;
+    assert_eq!(store.release(&ended, Release::Returned).await.unwrap(), Verdict::Applied);
+    send("after the end of the attempt", ended, 20, refused, Some(10));
+    let brief = |name: &str| request(&store, name).lease(Duration::from_millis(1));
+    let (lapsed, taken) = (wins(&store, &brief("lapsed")).await, wins(&store, &brief("taken")).await);
+    until(&raw, "SELECT bool_and(lapses_at < clock_timestamp()) FROM idem.records WHERE lease_ms = 1").await;
+    let successor = reserved(&store, "taken").await;
+    assert_eq!(successor.attempt, 2);
+    send("after the lapse of the lease", lapsed, 20, applied, Some(20));
+    send("after a takeover", taken, 50, refused, Some(30));
+    send("of the attempt that took over", successor, 30, applied, Some(30));
+    let twice = reserved(&store, "twice").await;
+    for bytes in [20, 40, 30] {
+        send("several journals of one attempt", twice.clone(), bytes, applied, Some(40));
+    }
+    let absent = reserved(&store, "absent").await;
+    raw.execute("DELETE FROM idem.records WHERE key LIKE '%absent%'", &[]).await.unwrap();
+    send("without a record", absent, 20, refused, None);
+    if with_error {
+        let oversized = reserved(&store, "oversized").await;
+        send("of a record that the server refuses", oversized, 20, Err(StoreErrorKind::TooLarge), None);
+    }
+    check_journals(&server, &store, &raw, &sent, with_error).await;
+}
+
+/// Sends all journals concurrently, and checks their answers, their records and the number of their statements.
+async fn check_journals(
+    server: &PostgresServer,
+    store: &PostgresStore,
+    raw: &Client,
+    sent: &[SentJournal],
+    with_error: bool,
+) {
+    let whole = async |key: &str| -> Option<String> {
+        let row = raw.query_opt("SELECT r::text FROM idem.records r WHERE key = $1", &[&key]).await.unwrap();
+        row.map(|row| row.get(0))
+    };
+    let before = join_all(sent.iter().map(|it| whole(it.lease.key.as_str()))).await;
+    let server_time: String = raw.query_one("SELECT clock_timestamp()::text", &[]).await.unwrap().get(0);
+    let mut counter = Counter::new(server);
+    let journals: Vec<_> = sent.iter().map(|it| journal(it.bytes)).collect();
+    let answers = join_all(sent.iter().zip(&journals).map(|(it, journal)| store.append(&it.lease, journal))).await;
+    let statements = counter.count();
+    for ((it, answer), before) in sent.iter().zip(answers).zip(before) {
+        let (why, key) = (it.why, it.lease.key.as_str());
+        assert_eq!(answer.map_err(|error| error.kind()), it.answer, "{why}");
+        let found = store.inspect(&it.lease.key).await.unwrap();
+        let kept = found.and_then(|found| found.record.journal).map(|journal| journal.bytes().len());
+        assert_eq!(kept, it.kept, "{why}: {key}");
+        let is_renewed = format!(
+            "SELECT count(*) FROM idem.records WHERE key = '{key}' AND state = 'pending' \
+             AND lapses_at >= '{server_time}'::timestamptz + lease_ms * interval '1 ms' \
+             AND expires_at >= '{server_time}'::timestamptz + (lease_ms + ttl_ms) * interval '1 ms'"
+        );
+        match it.answer {
+            Ok(Verdict::Applied) => assert_eq!(number(raw, &is_renewed).await, 1, "{why}: the lease is renewed"),
+            _ if why == "after a takeover" => {}
+            _ => assert_eq!(whole(key).await, before, "{why}: the record is unchanged"),
+        }
+    }
+    // A record that was not renewed is read, which shows that its attempt has lost it.
+    let reads = sent.iter().filter(|it| it.answer == Ok(Verdict::Refused)).count();
+    if with_error {
+        // Two journals for one row, sent alone, may find the row locked by each other. They are then sent again.
+        assert!(statements > sent.len() + reads, "{statements} statements: one for all, then one for each journal");
+    } else {
+        assert_eq!(statements, 2 + reads, "the first journal alone, and all others in one statement");
+    }
 }
 
 /// Completion whose result has `bytes` bytes.
@@ -1302,6 +1479,14 @@ async fn a_locked_record_delays_no_write_of_another_record() {
     let raw = server.raw().await;
     until(&raw, "SELECT lapses_at < clock_timestamp() FROM idem.records WHERE key = '1/test/lapsed'").await;
     without_waiting(&url, async {
+        let steps = journal(20);
+        let written = join_all(leases.iter().map(|lease| store.append(lease, &steps))).await;
+        for (n, written) in written.into_iter().enumerate() {
+            match n {
+                7 => assert_eq!(kind(written), StoreErrorKind::Unavailable),
+                _ => assert_eq!(written.unwrap(), Verdict::Applied),
+            }
+        }
         let ended = join_all(leases.iter().map(async |lease| store.finish(lease, &done()).await)).await;
         for (n, ended) in ended.into_iter().enumerate() {
             match n {
@@ -1354,7 +1539,8 @@ async fn a_dropped_operation_is_not_sent() {
     let store = options().schema(&schema).pool_size(1).connect(&url).await.unwrap();
     let (raw, table) = (raw(&url).await, format!("{}.records", quoted(&schema)));
     let ended = join_all((0..10).map(async |n| reserved(&store, &format!("ended{n}")).await)).await;
-    let finish = done();
+    let running = join_all((0..10).map(async |n| reserved(&store, &format!("running{n}")).await)).await;
+    let (finish, steps) = (done(), journal(20));
     let names = async || -> Vec<String> {
         let rows = raw.query(&format!("SELECT key FROM {table} WHERE key LIKE '%gone%'"), &[]).await.unwrap();
         rows.iter().map(|row| row.get(0)).collect()
@@ -1383,22 +1569,29 @@ async fn a_dropped_operation_is_not_sent() {
             _ = &mut stuck => panic!("the call must wait for a connection"),
             () = until(&raw, &waits) => {}
         }
-        // The statement on the only connection waits. Further reservations and completions queue behind it, and their
-        // callers are dropped.
+        // The statement on the only connection waits. Further reservations, journals and completions queue behind it,
+        // and their callers are dropped.
         let requests: Vec<ReserveRequest> = (0..10).map(|n| request(&store, &format!("gone{replays}{n}"))).collect();
         let mut calls: Vec<_> = requests.iter().map(|request| Box::pin(store.reserve(request))).collect();
-        let mut ends: Vec<_> = ended.iter().map(|lease| Box::pin(store.finish(lease, &finish))).collect();
+        let writes = running.iter().map(|lease| store.append(lease, &steps));
+        let ends = ended.iter().map(|lease| store.finish(lease, &finish));
+        let mut writes: Vec<_> = writes.chain(ends).map(Box::pin).collect();
         for call in &mut calls {
             assert!(poll_once(call.as_mut()).await.is_pending());
         }
-        for end in &mut ends {
-            assert!(poll_once(end.as_mut()).await.is_pending());
+        for write in &mut writes {
+            assert!(poll_once(write.as_mut()).await.is_pending());
         }
-        drop((calls, ends));
+        drop((calls, writes));
         holder.batch_execute("ROLLBACK").await.unwrap();
         stuck.await.unwrap();
         // Answers to these requests show that the lanes have handled all earlier ones.
-        join_all((0..10).map(async |n| reserved(&store, &format!("after{replays}{n}")).await)).await;
+        let after = join_all((0..10).map(async |n| reserved(&store, &format!("after{replays}{n}")).await)).await;
+        for written in join_all(after.iter().map(|lease| store.append(lease, &steps))).await {
+            assert_eq!(written.unwrap(), Verdict::Applied);
+        }
+        let journals = format!("SELECT count(*) FROM {table} WHERE result IS NOT NULL AND key LIKE '%running%'");
+        assert_eq!(number(&raw, &journals).await, 0, "journals whose callers had gone are never sent");
         assert_eq!(names().await, Vec::<String>::new(), "calls whose callers had gone are never sent");
         until(&raw, &format!("SELECT count(*) = 10 FROM {table} WHERE state = 'completed' AND key LIKE '%ended%'"))
             .await;
@@ -1479,6 +1672,10 @@ fn one_thread() -> Runtime {
 async fn everything(store: &PostgresStore, name: &str) {
     let names: Vec<_> = (0..20).map(|n| format!("{name}:{n}")).collect();
     let leases = join_all(names.iter().map(async |name| reserved(store, name).await)).await;
+    let steps = journal(20);
+    for written in join_all(leases.iter().map(|lease| store.append(lease, &steps))).await {
+        assert_eq!(written.unwrap(), Verdict::Applied);
+    }
     assert!(renew_all(&*store.upkeep(), &leases).await.unwrap().iter().all(|write| *write == Verdict::Applied));
     assert!(renew_all(store, &leases).await.unwrap().iter().all(|write| *write == Verdict::Applied));
     let waiting = async { store.wait(&leases[0].key, 1, Duration::from_secs(30)).await.unwrap() };

@@ -28,7 +28,7 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio_postgres::types::ToSql;
 
 use self::batch::WorkLanes;
-use self::batch::operations::{BeginMarks, EndRow, EndWrites, Reservations, by_key};
+use self::batch::operations::{BeginMarks, EndRow, EndWrites, JournalRow, JournalWrites, Reservations, by_key};
 use self::client::Database;
 use self::failure::{OpFailure, misconfigured};
 pub use self::options::PostgresOptions;
@@ -131,9 +131,9 @@ fn held_by_another(key: &Key, attempt: u32) -> Reservation {
 /// - *Limits*: keys up to [`Key::MAX_BYTES`], results up to `max_result_bytes`, and never more than 1 GB. Only
 ///   [`purge`](Store::purge) and [`purge_every`](PostgresOptions::purge_every) delete the rows of expired records.
 /// - *Cost*: two statements for a first run, one for a replay or a running attempt. Statements of concurrent tasks are
-///   sent together and share one commit. A lone statement never waits, and a result over 8 KB has its own statement. So
-///   has each journal that [`append`](Store::append) writes. A heartbeat is one statement for up to 500 leases. The
-///   server compresses large results, with lz4 if it supports lz4.
+///   sent together and share one commit. A lone statement never waits, and a result or a journal of steps over 8 KB has
+///   its own statement. A heartbeat is one statement for up to 500 leases. The server compresses large results, with
+///   lz4 if it supports lz4.
 ///
 /// [`ensure_schema`](PostgresOptions::ensure_schema) creates the table, or your own migrations do, from
 /// [`schema_sql`](PostgresStore::schema_sql). Clones share the connections. Each tokio runtime that uses the store has
@@ -231,6 +231,7 @@ struct Local {
     server: Arc<StatementPool>,
     reserves: WorkLanes<Reservations>,
     begins: WorkLanes<BeginMarks>,
+    appends: WorkLanes<JournalWrites>,
     ends: WorkLanes<EndWrites>,
     wakeups: Wakeups,
 }
@@ -261,6 +262,7 @@ impl PostgresCore {
         Local {
             reserves: WorkLanes::new(Reservations::new(Arc::clone(&server))),
             begins: WorkLanes::new(BeginMarks::new(Arc::clone(&server))),
+            appends: WorkLanes::new(JournalWrites::new(Arc::clone(&server))),
             ends: WorkLanes::new(EndWrites::new(Arc::clone(&server))),
             wakeups: Wakeups::new(self.listener.clone(), sql::channel(&self.schema), Arc::clone(clock)),
             server,
@@ -323,8 +325,8 @@ impl PostgresInner {
         sql::check_journal(journal)?;
         for look in 0..LOOKS {
             pause_before(look, &*self.common.clock).await;
-            let here = self.here()?;
-            if Box::pin(here.server.sql.append_pending(&*here.server, lease, journal)).await? {
+            let row = JournalRow { lease: lease.clone(), journal: journal.clone() };
+            if self.lanes()?.appends.call(row).await? {
                 return Ok(Verdict::Applied);
             }
             let found = Box::pin(self.look(&lease.key)).await?.map(|found| found.record);

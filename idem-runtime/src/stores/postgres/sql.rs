@@ -20,7 +20,7 @@ use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
 use super::param::{Effect, HiddenParam};
 use crate::record::format::FormatError;
 use crate::record::{
-    Action, Admission, Decision, DecisionAnswer, Inspection, Journal, Lease, Parts, ReadExtent, Record, Reservation,
+    Action, Admission, Decision, DecisionAnswer, Inspection, Journal, Parts, ReadExtent, Record, Reservation,
     ReserveRequest, Ruling, State, StoredResult, signed_millis,
 };
 use crate::store::{Cursor, Filter, Page, Standing, StoreError, StoreErrorKind};
@@ -182,8 +182,9 @@ pub(super) struct Statements {
     pub(super) renew: Statement,
     /// Renews leases, and notes that the bodies of the attempts begin. Parameters: as for `renew`.
     pub(super) begin: Statement,
-    /// Renews a lease, and puts a journal into its record, unless the record has a journal of the same length or a
-    /// longer one. Returns a row if the lease was renewed. Parameters: [`APPEND`].
+    /// Renews leases, and puts a journal into the record of each, unless the record has a journal of the same length or
+    /// a longer one. Returns the indexes of the renewed leases, counted from 1. Parameters: as for `renew`, then
+    /// `journals`. No attempt occurs twice.
     pub(super) append: Statement,
     /// Returns the indexes of the leases that their attempts still hold. If such a lease was not renewed, another
     /// session had locked its row. Parameters: as for `renew`.
@@ -286,8 +287,6 @@ const END_MANY: [Type; 9] = [
     Type::INT8_ARRAY,
     Type::INT8_ARRAY,
 ];
-/// Parameters of an append: key, owner, attempt and journal.
-const APPEND: [Type; 4] = [Type::TEXT, Type::BYTEA, Type::INT8, Type::BYTEA];
 /// Parameters of a replacement; see [`Statements::replace_met`].
 const REPLACE: [Type; 19] = [
     Type::TEXT,
@@ -475,9 +474,10 @@ impl Statements {
         // length of a stored journal without reading its content.
         let append = format!(
             "UPDATE {table} AS r SET lapses_at = greatest(r.lapses_at, {now} + {}), \
-             expires_at = greatest(r.expires_at, {now} + {}), \
-             result = CASE WHEN coalesce(octet_length(r.result), 0) < octet_length($4) THEN $4 ELSE r.result END \
-             FROM (VALUES ($1, $2, $3)) AS u (key, owner, attempt) WHERE {held} AND {free_one} RETURNING true",
+             expires_at = greatest(r.expires_at, {now} + {}), result = CASE \
+             WHEN coalesce(octet_length(r.result), 0) < octet_length(u.journal) THEN u.journal ELSE r.result END \
+             FROM unnest($1, $2, $3, $4) WITH ORDINALITY AS u (key, owner, attempt, journal, place) \
+             WHERE {held} AND {free_many} RETURNING u.place",
             ms("r.lease_ms"),
             ms("r.lease_ms + r.ttl_ms"),
         );
@@ -584,7 +584,7 @@ impl Statements {
             end_many: statement(end("unnest($1, $2, $3, $4, $5, $6, $7, $8, $9)", &free_many), &END_MANY),
             renew: statement(renew, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY]),
             begin: statement(begin, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY]),
-            append: statement(append, &APPEND),
+            append: statement(append, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY, Type::BYTEA_ARRAY]),
             held: statement(held, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY]),
             mark: statement(mark, by_attempt),
             is_pending: statement(is_pending, by_attempt),
@@ -813,24 +813,6 @@ impl Statements {
         ];
         let effect = Effect::Records(record.state.result().map_or(0, StoredResult::stored_bytes));
         Ok(!at.rows(&self.end, &params, effect).await?.is_empty())
-    }
-
-    /// Puts `journal` into the record of `lease` and renews the lease, if the attempt is pending. Returns whether the
-    /// lease was renewed: if so, the record has this journal or a longer one.
-    pub(super) async fn append_pending<A: Executor>(
-        &self,
-        at: &A,
-        lease: &Lease,
-        journal: &Journal,
-    ) -> Result<bool, A::Error> {
-        let bytes = &journal.bytes()[..];
-        let params: [&(dyn ToSql + Sync); 4] = [
-            &lease.key.as_str(),
-            &HiddenParam(&lease.owner.as_bytes()[..]),
-            &i64::from(lease.attempt),
-            &HiddenParam(bytes),
-        ];
-        Ok(!at.rows(&self.append, &params, Effect::Records(bytes.len())).await?.is_empty())
     }
 }
 

@@ -17,8 +17,8 @@ pub(super) struct StatementPool {
     pub(super) database: Database,
     pub(super) sql: Arc<Statements>,
     /// Single permit for batches that write, so that only one such batch is in flight: a batch of reservations (unless
-    /// replays are expected), of begun bodies, or of ends of attempts. Meanwhile the operations of all tasks gather for
-    /// the next batches, which halves the number of commits.
+    /// replays are expected), of begun bodies, of journals, or of ends of attempts. Meanwhile the operations of all
+    /// tasks gather for the next batches, which halves the number of commits.
     pub(super) turn: Semaphore,
 }
 

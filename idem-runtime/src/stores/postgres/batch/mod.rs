@@ -8,9 +8,9 @@
 //!   ([`Work::OUTLIVES`]). After the lane has sent an operation, its caller can't stop it.
 //! - If an operation fails because another session's transaction holds its key, the operations on this key are sent
 //!   alone for ten seconds, so that they block no other operation.
-//! - An operation with a large result is sent alone, too, in parallel with other large results: within one statement,
-//!   one process of the server would compress one result after the other. About half of the connections carry no large
-//!   results.
+//! - An operation with a large result or journal is sent alone, too, in parallel with other large operations: within
+//!   one statement, one process of the server would compress one value after the other. About half of the connections
+//!   carry no large operations.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -38,7 +38,7 @@ const BATCH_BYTES: usize = 256 * 1024;
 /// Largest number of operations on locked records in flight, each in a statement without other operations. Such an
 /// operation may occupy a connection while it waits for the lock.
 const ALONE: usize = 2;
-/// Size in bytes above which an operation is sent alone. The server compresses a result that does not fit into a page,
+/// Size in bytes above which an operation is sent alone. The server compresses a value that does not fit into a page,
 /// and the compression takes longer than all other work on the row.
 const LARGE: usize = 8 * 1024;
 /// Time for which the operations on a key are sent alone after the row of the key was locked.
@@ -222,7 +222,7 @@ impl<W: Work> WorkLanesInner<W> {
     async fn ask_alone(self: Arc<Self>, waiting: QueuedOp<W>, why: LoneReason) {
         let database = self.work.database();
         let (room, full) = match (why, &self.large) {
-            (LoneReason::Large, Some(large)) => (large, "other large results are still on their way"),
+            (LoneReason::Large, Some(large)) => (large, "other large values are still on their way"),
             _ => (&self.alone, "other operations wait for records that another session has locked"),
         };
         let room = unless_stuck(&**database.clock(), database.timeout(), || database.moved(), room.acquire());

@@ -1,4 +1,4 @@
-//! The kinds of operations that gather in batches: reservations, begins of bodies, and ends of attempts.
+//! The kinds of operations that gather in batches: reservations, begins of bodies, journals, and ends of attempts.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::super::statement_pool::StatementPool;
 use super::{QueuedOp, Work};
 use crate::key::Key;
 use crate::kit::replays::Replays;
-use crate::record::{Lease, Parts, Record, ReserveRequest, StoredResult};
+use crate::record::{Journal, Lease, Parts, Record, ReserveRequest, StoredResult};
 
 /// Reservations, as a kind of [`Work`].
 pub(in super::super) struct Reservations {
@@ -256,6 +256,87 @@ impl Work for BeginMarks {
 
     async fn many(&self, leases: &[QueuedOp<Self>]) -> Result<Vec<bool>, OpFailure> {
         self.mark(&leases.iter().map(|it| &it.operation).collect::<Vec<_>>()).await
+    }
+}
+
+/// Journals of attempts, as a kind of [`Work`].
+pub(in super::super) struct JournalWrites(Arc<StatementPool>);
+
+/// The journal of one attempt.
+pub(in super::super) struct JournalRow {
+    pub(in super::super) lease: Lease,
+    pub(in super::super) journal: Journal,
+}
+
+impl JournalRow {
+    /// Returns what the statement compares, keys first: rows are locked in the order of their keys.
+    fn attempt(&self) -> (&str, &[u8], u32) {
+        (self.lease.key.as_str(), &self.lease.owner.as_bytes()[..], self.lease.attempt)
+    }
+}
+
+impl JournalWrites {
+    pub(in super::super) fn new(server: Arc<StatementPool>) -> Self {
+        Self(server)
+    }
+
+    /// Writes the journals, and renews the leases of their attempts. Returns for each journal whether the record of its
+    /// attempt now has this journal or a longer one.
+    async fn write(&self, rows: &[&JournalRow]) -> Result<Vec<bool>, OpFailure> {
+        let mut order: Vec<usize> = (0..rows.len()).collect();
+        order.sort_unstable_by_key(|place| rows[*place].attempt());
+        // If a batch has several journals of one attempt, the statement writes the longest one: given two, the server
+        // would write any of them.
+        let attempts: Vec<&[usize]> = order.chunk_by(|a, b| rows[*a].attempt() == rows[*b].attempt()).collect();
+        let length = |row: &&JournalRow| row.journal.bytes().len();
+        let longest = attempts.iter().filter_map(|of| of.iter().map(|place| rows[*place]).max_by_key(length));
+        let longest: Vec<&JournalRow> = longest.collect();
+        let leases = LeaseParams::new(longest.iter().map(|row| &row.lease));
+        let journals: Vec<&[u8]> = longest.iter().map(|row| &row.journal.bytes()[..]).collect();
+        let params: [&(dyn ToSql + Sync); 4] = [&leases.keys, &leases.owners, &leases.attempts, &HiddenParam(journals)];
+        let bytes = longest.iter().map(|row| Self::bytes(row)).sum();
+        let answer = self.0.rows(&self.0.sql.append, &params, Effect::Records(bytes)).await?;
+        let mut written = vec![false; rows.len()];
+        for (places, is_written) in attempts.iter().zip(sql::answered(&answer, longest.len())) {
+            for place in *places {
+                written[*place] = is_written;
+            }
+        }
+        Ok(written)
+    }
+}
+
+impl Work for JournalWrites {
+    type Operation = JournalRow;
+    /// True if the record has the journal or a longer one, and its lease was renewed.
+    type Answer = bool;
+
+    const LANES: usize = 1;
+    // The entries of a caller that is gone leave with the next journal of its attempt, if the attempt goes on.
+    const OUTLIVES: bool = false;
+
+    fn database(&self) -> &Database {
+        &self.0.database
+    }
+
+    fn key(row: &JournalRow) -> &str {
+        row.lease.key.as_str()
+    }
+
+    fn turn(&self) -> Option<&Semaphore> {
+        Some(&self.0.turn)
+    }
+
+    fn bytes(row: &JournalRow) -> usize {
+        row.lease.key.as_str().len() + row.journal.bytes().len() + 80
+    }
+
+    async fn one(&self, row: &JournalRow) -> Result<bool, OpFailure> {
+        Ok(self.write(&[row]).await?.contains(&true))
+    }
+
+    async fn many(&self, rows: &[QueuedOp<Self>]) -> Result<Vec<bool>, OpFailure> {
+        self.write(&rows.iter().map(|it| &it.operation).collect::<Vec<_>>()).await
     }
 }
 
