@@ -1163,6 +1163,35 @@ async fn an_operation_that_the_server_refuses_fails_no_other_operation() {
     assert_eq!(runs.into_inner(), 63);
 }
 
+#[tokio::test]
+async fn an_end_that_its_batch_has_written_is_not_reported_as_unwritten() {
+    let (store, raw, table) = open().await;
+    let schema = table.trim_end_matches(".records");
+    // The error of a cancelled statement. The server undoes that statement only.
+    raw.batch_execute(&format!(
+        "CREATE FUNCTION {schema}.cancel() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN \
+         IF NEW.key LIKE '%cancelled%' THEN RAISE 'cancelled' USING ERRCODE = '57014'; END IF; RETURN NEW; END $$; \
+         CREATE TRIGGER cancel BEFORE UPDATE ON {table} FOR EACH ROW EXECUTE FUNCTION {schema}.cancel()"
+    ))
+    .await
+    .unwrap();
+    let [first, written, cancelled] =
+        [reserved(&store, "first").await, reserved(&store, "written").await, reserved(&store, "cancelled").await];
+    let mut foreign = cancelled.clone();
+    foreign.owner = store.context().new_owner();
+    // Two ends for one key are two statements, and the second one fails.
+    let finish = done();
+    let ends = join_all([&first, &written, &foreign, &cancelled].map(|lease| store.finish(lease, &finish))).await;
+    let recorded = store.inspect(&written.key).await.unwrap().unwrap();
+    assert!(recorded.record.is_finished(), "the first statement of the batch was written");
+    let [_, ended, ..] = &ends[..] else { panic!("{ends:?}") };
+    assert!(
+        ended.as_ref().is_ok_and(|it| *it == Verdict::Applied)
+            || ended.as_ref().is_err_and(StoreError::may_have_landed),
+        "{ended:?}"
+    );
+}
+
 /// The server speaks TLS. Its certificate is trusted only by a process whose environment names the certificate.
 #[test]
 fn a_store_refuses_a_server_with_an_untrusted_certificate() {

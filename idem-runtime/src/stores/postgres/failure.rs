@@ -74,6 +74,12 @@ impl OpFailure {
         }
     }
 
+    /// Adapts the failure to operations that earlier statements may have written: the error must not state that nothing
+    /// was written.
+    pub(super) fn after_writes(self) -> Self {
+        Self { kind: StoreErrorKind::Unconfirmed, ..self }
+    }
+
     fn giving_up(self) -> Self {
         Self { gives_up: true, ..self }
     }

@@ -425,7 +425,12 @@ impl Work for EndWrites {
                 return Ok(done);
             }
             let distinct: Vec<&EndRow> = some.iter().map(|i| ends[*i]).collect();
-            for (i, was_done) in some.iter().zip(self.distinct(&distinct).await?) {
+            let ended = match self.distinct(&distinct).await {
+                // The failure answers all ends of the batch, also those that an earlier statement has written.
+                Err(failure) if turn > 0 => return Err(failure.after_writes()),
+                ended => ended?,
+            };
+            for (i, was_done) in some.iter().zip(ended) {
                 done[*i] = was_done;
             }
             turn += 1;
