@@ -3,19 +3,21 @@
 //!
 //! # Scope of the model
 //!
-//! - *The store* (`protocol/store.rs`): reservations, renewals, appends, completions, releases and reopenings, computed
-//!   by the runtime's own `Record::first`, `Record::admit`, `Record::lease`, `Record::after`, `Record::ended`,
-//!   `Finish::state`, `Release::state` and `Journal::later`. Each step is atomic.
+//! - *The store* (`protocol/store.rs`): reservations, renewals, appends, completions, releases and operators' decisions,
+//!   computed by the runtime's own `Record::first`, `Record::admit`, `Record::lease`, `Record::after`, `Record::ended`,
+//!   `Record::decide`, `Finish::state`, `Release::state` and `Journal::later`. Each step is atomic.
 //! - *The calls* (`protocol/steps.rs`): the steps of `engine/` and `store/context/`. A call repeats a reservation with
 //!   the same owner token, or gives it up and releases it. A body runs, returns, is dropped, dies, or is stopped by its
-//!   heartbeat. A completion is repeated while the lease can be held. If a call is dropped, a
-//!   task writes the end of its attempt afterwards. A call counts its lease from the time of its request.
+//!   heartbeat. The first step of a body may journal its beginning (`fail`, `reconcile`); its body ends with a value, a
+//!   certain error or an uncertain one, and its reconciler may give each answer. A completion is repeated while the
+//!   lease can be held. If a call is dropped, a task writes the end of its attempt afterwards. A call counts its lease
+//!   from the time of its request.
 //! - *The network*: requests and answers arrive once, late, twice or never, in any order. A call without an answer
 //!   continues, and its request may arrive long after the call has ended.
 //! - *Time*: a small clock, which may tick between any two steps, so that a lease may lapse at any time. If the store
 //!   has no clock, each call has a clock that is ahead of true time and is read in whole ticks.
 //! - *The world*: processes die, calls are dropped, the store restarts, retentions end, and operators inspect records
-//!   and reopen them later.
+//!   and later reopen them or decide about their steps.
 //!
 //! Random traces compare the parts that do not share the runtime's code with it (`protocol/traces.rs`): the model's
 //! store with the memory store, and with DynamoDB if clocks differ; the model's calls with the engine's calls, request
@@ -27,7 +29,8 @@
 //! batching of heartbeats; pauses (a retry follows immediately, or any time later); and the order in which tasks are
 //! polled. A dropped store call is a store call without an answer. Owner tokens are distinct by construction. A
 //! call that does not wait tries a reservation at most twice; with refusals and in random traces it tries at most three
-//! times, as in the engine. No body makes a nested call with its own key. Calls in mode `off` and calls
+//! times, as in the engine. No body makes a nested call with its own key, no body runs one step twice, and at most one
+//! step of a body journals its beginning. Calls in mode `off` and calls
 //! without a key are left out, because they make no store call.
 //!
 //! # Failures and reruns
@@ -94,6 +97,8 @@ configurations! {
     attempts_refunded first_attempt_lapses fingerprints refusals refused_renewals shadow two_keys three_workers restarts operators two_operators clocks_that_differ
     late_renewals_between_clocks marks_between_clocks one_value doubled_reservation
     steps steps_unconfirmed steps_joined steps_doubled steps_reopened steps_between_clocks
+    steps_under_fail steps_under_fail_late steps_under_fail_dropped steps_reconciled steps_reconciled_late steps_begun_doubled steps_decided
+    steps_decided_late
 }
 
 #[test]

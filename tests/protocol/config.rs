@@ -5,7 +5,7 @@ use idem_runtime::store::ReserveRequest;
 
 use super::mutants::Mutant;
 use super::properties::Scene;
-use super::state::{Budget, CALLS, CallId, Token, holder};
+use super::state::{Budget, CALLS, CallId, GUARDED, Token, holder};
 use super::store;
 
 /// Call in a configuration, with its policy and its possible results.
@@ -37,10 +37,23 @@ pub(crate) struct Plan {
     pub(crate) may_fail: bool,
     /// Number of steps of the body.
     pub(crate) steps: u8,
+    /// Reaction of the first step to a doubt about its effect. The other steps run again.
+    pub(crate) reaction: Reaction,
     /// True if the body runs its steps concurrently: a step may end while the entry of another one is being written.
     pub(crate) joined: bool,
     /// Lead of the call's clock over true time, in steps of true time.
     pub(crate) ahead: u8,
+}
+
+/// Reaction of a step whose effect is in doubt.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Reaction {
+    /// The body of the step runs again, and its beginning is not journaled.
+    Rerun,
+    /// No body of the step runs before an operator has decided.
+    Fail,
+    /// The reconciler of the step decides.
+    Reconcile,
 }
 
 /// Call with the default policy, whose body may return either result.
@@ -60,6 +73,7 @@ const CALL: Plan = Plan {
     may_succeed: true,
     may_fail: true,
     steps: 0,
+    reaction: Reaction::Rerun,
     joined: false,
     ahead: 0,
 };
@@ -76,6 +90,11 @@ impl Plan {
         self.asks && !self.shadow
     }
 
+    /// Returns whether the beginning of `step` is journaled before its body runs.
+    pub(crate) fn guards(&self, step: u8) -> bool {
+        step == GUARDED && self.reaction != Reaction::Rerun
+    }
+
     /// Returns whether the body never returns.
     pub(crate) fn hangs(&self) -> bool {
         !self.may_succeed && !self.may_fail
@@ -86,6 +105,8 @@ const FAIL: Plan = Plan { on_crash: OnCrash::Fail, ..CALL };
 const ASKS: Plan = Plan { asks: true, ..FAIL };
 const SUCCEEDS: Plan = Plan { may_fail: false, ..CALL };
 const STEPS: Plan = Plan { steps: 2, ..CALL };
+const FAIL_STEP: Plan = Plan { steps: 1, reaction: Reaction::Fail, ..CALL };
+const ASK_STEP: Plan = Plan { steps: 1, reaction: Reaction::Reconcile, ..CALL };
 const ERRS: Plan = Plan { may_succeed: false, ..CALL };
 const WAITS: Plan = Plan { wait: Some(2), ..CALL };
 
@@ -111,6 +132,8 @@ pub(crate) struct Config {
     pub(crate) one_step: bool,
     /// True if the write that ends an attempt replaces the whole record, as in stores whose record is one value.
     pub(crate) whole: bool,
+    /// True if operators also decide about steps.
+    pub(crate) step_decisions: bool,
     /// Largest difference between the clients' clocks in ticks, for a store without a clock.
     pub(crate) skew: Option<u8>,
     pub(crate) scenes: &'static [Scene],
@@ -135,6 +158,7 @@ impl Config {
             refusals: false,
             one_step: false,
             whole: false,
+            step_decisions: false,
             skew: None,
             scenes: &[],
             mutant: None,
@@ -207,8 +231,9 @@ impl Config {
 pub(crate) fn all() -> Vec<Config> {
     use Scene::{
         BelievesAfterRenewal, BodyAfterDoubt, ErrorRecorded, Exhausted, InProgress, Interrupted, LateCompletion,
-        LeaseLost, Mismatch, PolledAgain, Reconciled, Replay, Shortened, StepContinued, StoreFailed, Takeover,
-        TimedOut, TooLarge, Unprotected, Unrecorded, Unresolved, Waits,
+        LeaseLost, Mismatch, PolledAgain, Reconciled, Replay, Shortened, StepAgain, StepContinued, StepDecided,
+        StepInterrupts, StepReconciled, StoreFailed, Takeover, TimedOut, TooLarge, Unprotected, Unrecorded, Unresolved,
+        Waits,
     };
     let nothing = Budget::default();
     let config = Config::new;
@@ -614,6 +639,82 @@ pub(crate) fn all() -> Vec<Config> {
         )
         .skewed(1)
         .scenes(&[StepContinued]),
+        config(
+            "steps_under_fail",
+            "steps under `fail`: crashes inside of them, and attempts that are taken over inside of them",
+            &[FAIL_STEP, Plan { may_fail: false, ..FAIL_STEP }],
+            2,
+            Budget { crashes: 1, ticks: 2, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[StepInterrupts, StepContinued, LeaseLost]),
+        config(
+            "steps_under_fail_late",
+            "a step under `fail` and a plain step after it: appends that are late, are lost or get no answer",
+            &[Plan { steps: 2, ..FAIL_STEP }, FAIL_STEP],
+            1,
+            Budget { faults: 1, ticks: 1, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[StepInterrupts, StepContinued]),
+        config(
+            "steps_under_fail_dropped",
+            "a step under `fail` and a plain step after it, which the body or the caller drops, and errors that are recorded",
+            &[Plan { steps: 2, record_errors: true, ..FAIL_STEP }; 2],
+            1,
+            Budget { cancels: 2, ticks: 1, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[StepInterrupts, StepContinued, ErrorRecorded]),
+        config(
+            "steps_reconciled",
+            "steps with a reconciler: crashes in bodies and in reconcilers, next to other calls",
+            &[ASK_STEP, Plan { may_fail: false, ..ASK_STEP }],
+            2,
+            Budget { crashes: 1, ticks: 2, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[StepReconciled, StepAgain, StepContinued]),
+        config(
+            "steps_reconciled_late",
+            "steps with a reconciler, and journals whose append is late, is lost or gets no answer",
+            &[ASK_STEP, Plan { may_fail: false, ..ASK_STEP }],
+            1,
+            Budget { faults: 1, ticks: 1, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[StepReconciled, StepAgain]),
+        config(
+            "steps_begun_doubled",
+            "beginnings and ends of steps that arrive a second time, also after another attempt has ended",
+            &[FAIL_STEP, ASK_STEP],
+            2,
+            Budget { duplicates: 1, ticks: 1, ..nothing },
+        )
+        .lasting(1)
+        .whole()
+        .in_one_step()
+        .scenes(&[StepInterrupts, StepReconciled]),
+        config(
+            "steps_decided",
+            "steps under `fail`, and operators who decide about a step, or reopen the operation with other steps",
+            &[FAIL_STEP, Plan { may_fail: false, ..FAIL_STEP }],
+            1,
+            Budget { crashes: 1, reopens: 1, ticks: 1, ..nothing },
+        )
+        .lasting(1)
+        .deciding_steps()
+        .scenes(&[StepInterrupts, StepDecided, StepAgain]),
+        config(
+            "steps_decided_late",
+            "an operator who decides about a step after its attempt has journaled another entry",
+            &[FAIL_STEP, Plan { may_fail: false, ..FAIL_STEP }],
+            1,
+            Budget { reopens: 1, ticks: 2, ..nothing },
+        )
+        .lasting(1)
+        .deciding_steps()
+        .scenes(&[StepInterrupts, StepDecided]),
     ]
 }
 
@@ -636,6 +737,10 @@ impl Config {
 
     fn whole(self) -> Self {
         Self { whole: true, ..self }
+    }
+
+    fn deciding_steps(self) -> Self {
+        Self { step_decisions: true, ..self }
     }
 }
 

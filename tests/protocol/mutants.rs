@@ -181,6 +181,12 @@ mutants! {
     /// A takeover replaces the journal by the journal that its sender saw, although an append has come in between. The
     /// store has no clock, and the append did not change the lease.
     ReplacesUnseenJournal => Rule::StepKept, "steps_between_clocks";
+    /// An append does not compare the owner token if its journal ends with the beginning of a step.
+    BegunByAnybody => Rule::StepOwn, "steps_under_fail";
+    /// An operator's decision about a step does not compare the size of the journal.
+    StepsDecidedUnseen => Rule::StepDecision, "steps_decided_late";
+    /// The store lets an operator decide about a step while its attempt runs.
+    StepsDecidedWhileRunning => Rule::StepDecision, "steps_decided";
 
     /// The record of a reservation in doubt is not marked as begun.
     DoubtUnmarked => Rule::S18, "reconcilers";
@@ -280,6 +286,22 @@ mutants! {
     UnconfirmedEntryLeftOut => Rule::StepReturned, "steps_unconfirmed";
     /// An attempt counts its lease from the answer to an append, not from the request.
     AppendCountsFromAnswer => Rule::S1Belief, "steps_doubled";
+    /// The body of a step under `fail` runs before the store has confirmed the beginning of the step.
+    StepBeginsUnconfirmed => Rule::StepFail, "steps_under_fail";
+    /// The body of a step runs although the append of its beginning got no answer.
+    StepBeginsUnanswered => Rule::StepBegun, "steps_under_fail_late";
+    /// A step under `fail` runs although its effect is in doubt.
+    StepDoubtIgnored => Rule::StepFail, "steps_under_fail";
+    /// The body of a step runs after the reconciler of the step has ended without an answer.
+    StepUnknownReadAsNotDone => Rule::StepReconcile, "steps_reconciled";
+    /// After `NotDone` of its reconciler, the body of a step runs although the store has not confirmed its beginning.
+    StepBegunAgainUnconfirmed => Rule::StepBegun, "steps_reconciled";
+    /// A step whose body returned an uncertain error is journaled as undone.
+    StepUncertainIsUndone => Rule::StepUndone, "steps_under_fail";
+    /// A step whose reconciler has ended without an answer is journaled as ended.
+    StepUnknownIsEnded => Rule::StepVouched, "steps_reconciled";
+    /// An error is recorded as the end of an operation that has a step in doubt.
+    StepDoubtRecorded => Rule::StepOpen, "steps_under_fail_dropped";
     /// A temporary failure of the store ends the wait of a duplicate.
     FailureEndsWait => Rule::L3Outage, "waits_in_outages";
     /// A duplicate waits until it is woken, without a limit.

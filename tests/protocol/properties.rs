@@ -5,10 +5,10 @@
 
 use stateright::Property;
 
-use super::config::Config;
+use super::config::{Config, Reaction};
 use super::state::{
-    Answer, Beat, Body, CALLS, Call, CallId, Class, Done, Entry, KEYS, ModelResult, ModelState, NOBODY, Phase, Request,
-    RequestKind, STEPS, SeenRecord, Slot, World, holder, token,
+    Answer, Beat, Body, CALLS, Call, CallId, Class, Done, Entry, GUARDED, Journal, KEYS, ModelResult, ModelState,
+    NOBODY, Phase, Progress, Request, RequestKind, STEPS, SeenRecord, Slot, Stage, StepDecision, World, holder, token,
 };
 use super::steps::{Trouble, is_fail, may_hear};
 use super::store;
@@ -53,10 +53,17 @@ pub(crate) enum Rule {
     StepTwice,
     StepOnce,
     StepReturned,
+    StepBegun,
+    StepFail,
+    StepReconcile,
+    StepUndone,
+    StepVouched,
+    StepOpen,
+    StepDecision,
 }
 
 impl Rule {
-    pub(crate) const ALL: [Self; 36] = [
+    pub(crate) const ALL: [Self; 43] = [
         Self::S1,
         Self::S1Belief,
         Self::S1Start,
@@ -93,6 +100,13 @@ impl Rule {
         Self::StepTwice,
         Self::StepOnce,
         Self::StepReturned,
+        Self::StepBegun,
+        Self::StepFail,
+        Self::StepReconcile,
+        Self::StepUndone,
+        Self::StepVouched,
+        Self::StepOpen,
+        Self::StepDecision,
     ];
 
     pub(crate) fn name(self) -> &'static str {
@@ -136,6 +150,23 @@ impl Rule {
             Self::StepTwice => "no two attempts journal the same step",
             Self::StepOnce => "no later attempt runs a step that is journaled",
             Self::StepReturned => "a step returns its value only after its entry is in the record",
+            Self::StepBegun => {
+                "the body of a step under fail or reconcile begins only after its beginning is in the record"
+            }
+            Self::StepFail => "no body of a step under fail begins while the effect of an earlier one is in doubt",
+            Self::StepReconcile => {
+                "no body of a step with a reconciler begins while the effect of an earlier one is in doubt"
+            }
+            Self::StepUndone => {
+                "a step is journaled as undone only if its body has not begun, returned a certain error, or an operator said so"
+            }
+            Self::StepVouched => {
+                "a step is journaled as ended only if its body returned its value, or its reconciler or an operator said so"
+            }
+            Self::StepOpen => "no error is recorded as the end of an operation while a step is in doubt",
+            Self::StepDecision => {
+                "a decision about a step is applied only to the journal that its operator saw, and not while an attempt runs"
+            }
             Self::S12 => "S12 a call that is dropped leaves its key free, and interrupted only if its body has started",
             Self::S14 => "S14 no key is interrupted and no attempt counted for a body that did not begin",
             Self::L4 => "L4 a body whose lease was found lost does not run on",
@@ -153,7 +184,8 @@ impl Rule {
         }
         let condition: fn(&Config, &World) -> bool = kept!(S1 S1Belief S1Start S2 S3 S4 S5 S6 S7 S7Retry S8 LateEnd SuccessHeld
             Fingerprint MaxAttempts KeysApart L1 L2 L3 L3Outage L4 L6 L7 S11 S15 S12 S14 S17 S18 Told EndsInTime
-            StepOwn StepKept StepTwice StepOnce StepReturned);
+            StepOwn StepKept StepTwice StepOnce StepReturned StepBegun StepFail StepReconcile StepUndone StepVouched
+            StepOpen StepDecision);
         Property::always(self.name(), condition)
     }
 }
@@ -209,6 +241,10 @@ pub(crate) enum Scene {
     BodyAfterDoubt,
     Unresolved,
     StepContinued,
+    StepInterrupts,
+    StepReconciled,
+    StepAgain,
+    StepDecided,
 }
 
 impl Scene {
@@ -281,8 +317,36 @@ impl Scene {
             Self::StepContinued => ("an attempt continues after the steps of an earlier attempt", |config, world| {
                 (0..config.count()).any(|who| {
                     let call = world.call(who);
-                    let earlier = call.steps.journal.entry(0).is_some_and(|entry| holder(entry.token) != who);
+                    let earlier = call.steps.journal.ended(0).is_some_and(|entry| holder(entry.token) != who);
                     earlier && call.steps.next > 0 && matches!(call.phase, Phase::Body { .. })
+                })
+            }),
+            Self::StepInterrupts => ("a step in doubt interrupts its operation", |_, world| {
+                any(world, |slot| slot.stand == ModelState::Interrupted && slot.journal.doubt(GUARDED).is_some())
+            }),
+            Self::StepReconciled => ("a step gets its value from its reconciler", |_, world| {
+                any(world, |slot| {
+                    let begun = slot.journal.entries().find(|entry| entry.progress == Progress::Begun);
+                    let ended = slot.journal.ended(GUARDED);
+                    begun.zip(ended).is_some_and(|(begun, ended)| begun.attempt != ended.attempt)
+                        && slot.journal.len() == 2
+                })
+            }),
+            Self::StepAgain => ("a body of a step runs after an earlier one had no effect", |config, world| {
+                (0..config.count()).any(|who| {
+                    let call = world.call(who);
+                    let begun = |entry: &Entry| entry.progress == Progress::Begun && holder(entry.token) != who;
+                    call.steps.stage == Stage::Runs && call.steps.journal.entries().any(|entry| begun(&entry))
+                })
+            }),
+            Self::StepDecided => ("an attempt gets the value of a step from an operator", |config, world| {
+                (0..config.count()).any(|who| {
+                    let call = world.call(who);
+                    let [first, last] = [call.steps.journal.entries().next(), call.steps.journal.ended(GUARDED)];
+                    let resolved = |(first, last): (Entry, Entry)| Entry { progress: Progress::Ended, ..first } == last;
+                    let earlier = |(first, _): &(Entry, Entry)| holder(first.token) != who;
+                    let by_operator = first.zip(last).filter(earlier).is_some_and(resolved);
+                    by_operator && config.step_decisions && world.left.reopens < config.budget.reopens
                 })
             }),
             Self::Shortened => {
@@ -370,6 +434,10 @@ pub(crate) fn audit(
         RequestKind::Finish { .. } => {
             let repeated = holds && was_finished && deed.recorded;
             broken.note(Rule::S8, repeated && answer == Answer::Write(Done::Refused));
+            let failed = new.is_some_and(|new| matches!(new.stand, ModelState::Failed(_)));
+            // The step has ended if its body, its reconciler or an operator has said so, also before its entry is there.
+            let in_doubt = past.begun.is_some_and(|(_, since)| past.vouched[usize::from(GUARDED)] >> since == 0);
+            broken.note(Rule::StepOpen, changed && failed && in_doubt);
         }
         RequestKind::Release(_) => {
             let is_released =
@@ -544,7 +612,31 @@ pub(crate) fn audit_reopen(config: &Config, world: &mut World, met: &Slot, sight
     (past.result, past.bodies, past.spared, past.doubt) = (None, 0, false, false);
     // The steps of a discarded operation may run again.
     if met.result().is_some() {
-        past.journaled = [None; STEPS];
+        (past.journaled, past.journal) = ([None; STEPS], Journal::EMPTY);
+        (past.begun, past.vouched) = (None, [0; STEPS]);
+    }
+}
+
+/// Checks an operator's decision about the steps of the record `met`, and notes what the operator has said.
+pub(crate) fn audit_step_decision(world: &mut World, met: &Slot, sight: &SeenRecord, decision: StepDecision) {
+    let at = usize::from(sight.key);
+    let is_live = met.is_pending() && met.lapses_at > world.now;
+    world.broken.note(Rule::StepDecision, is_live || met.journal != sight.slot.journal);
+    let journal = world.slots[at].map_or(Journal::EMPTY, |slot| slot.journal);
+    let past = &mut world.history[at];
+    past.journal = journal;
+    past.begun = None;
+    match decision {
+        StepDecision::NotDone => {}
+        StepDecision::Done => {
+            let doubt = sight.slot.journal.doubt(GUARDED).expect("a step in doubt");
+            past.vouched[usize::from(GUARDED)] |= 1 << doubt.attempt;
+        }
+        StepDecision::FromFirst | StepDecision::WithoutSteps => {
+            for (step, journaled) in (0..).zip(&mut past.journaled) {
+                *journaled = journal.ended(step);
+            }
+        }
     }
 }
 
@@ -555,7 +647,42 @@ pub(crate) fn step_runs(config: &Config, world: &mut World, who: CallId, step: u
     // The body of an attempt that was stopped may still run a step after a later attempt has journaled the step.
     let earlier = world.history[key].journaled[usize::from(step)].filter(|entry| entry.attempt < call.attempt);
     let is_closed = call.deed.body == Body::Forgiven;
+    let (attempt, token) = (call.attempt, token(who, call.generation));
     world.broken.note(Rule::StepOnce, earlier.is_some() && !is_closed);
+    let plan = &config.plans[usize::from(who)];
+    let past = &mut world.history[key];
+    if !plan.guards(step) {
+        // The effect of a plain step happens at its start.
+        past.vouched[usize::from(step)] |= 1 << attempt;
+        return;
+    }
+    let begun = past.journal.doubt(step).map(|entry| (entry.token, entry.attempt));
+    let (is_journaled, in_doubt) = (begun == Some((token, attempt)), past.begun.is_some());
+    past.begun = Some((token, attempt));
+    world.broken.note(Rule::StepBegun, !is_journaled && !is_closed);
+    let rule = if plan.reaction == Reaction::Fail { Rule::StepFail } else { Rule::StepReconcile };
+    world.broken.note(rule, in_doubt);
+}
+
+/// Notes that the body of the guarded step, or its reconciler, has said that the effect happened.
+pub(crate) fn step_vouched(config: &Config, world: &mut World, who: CallId) {
+    let (key, attempt) = (usize::from(config.plans[usize::from(who)].key), world.call(who).attempt);
+    world.history[key].vouched[usize::from(GUARDED)] |= 1 << attempt;
+}
+
+/// Notes that the body of the guarded step has returned an error that is certain.
+pub(crate) fn step_undone(config: &Config, world: &mut World, who: CallId) {
+    let key = usize::from(config.plans[usize::from(who)].key);
+    let own = (token(who, world.call(who).generation), world.call(who).attempt);
+    let past = &mut world.history[key];
+    past.begun = past.begun.filter(|begun| *begun != own);
+}
+
+/// Notes that the reconciler of the guarded step has found no effect of earlier attempts.
+pub(crate) fn step_settled(config: &Config, world: &mut World, who: CallId) {
+    let (key, own) = (usize::from(config.plans[usize::from(who)].key), world.call(who).attempt);
+    let past = &mut world.history[key];
+    past.begun = past.begun.filter(|(_, attempt)| *attempt >= own);
 }
 
 /// Checks a step that returns the value of `entry` to its body.
@@ -570,13 +697,22 @@ pub(crate) fn step_returns(config: &Config, world: &mut World, who: CallId, entr
 /// Checks the journal of a record, and notes its new entries.
 fn journal(world: &mut World, key: u8, broken: &mut Broken) {
     let Some(slot) = world.slots[usize::from(key)] else { return };
-    let journaled = &mut world.history[usize::from(key)].journaled;
-    for entry in slot.journal.entries() {
-        let first = journaled[usize::from(entry.step)].get_or_insert(entry);
+    let past = &mut world.history[usize::from(key)];
+    for entry in slot.journal.entries().filter(|entry| entry.progress == Progress::Ended) {
+        let first = past.journaled[usize::from(entry.step)].get_or_insert(entry);
         broken.note(Rule::StepTwice, *first != entry);
+        broken.note(Rule::StepVouched, past.vouched[usize::from(entry.step)] & 1 << entry.attempt == 0);
     }
-    let lost = journaled.iter().flatten().any(|entry| slot.journal.entries().all(|present| present != *entry));
-    broken.note(Rule::StepKept, lost && slot.result().is_none());
+    if slot.result().is_some() {
+        past.journal = slot.journal;
+        return;
+    }
+    broken.note(Rule::StepKept, !slot.journal.continues(&past.journal));
+    let new = slot.journal.entries().skip(past.journal.len().into());
+    let is_in_doubt = |entry: &Entry| past.begun == Some((entry.token, entry.attempt));
+    let mut undone = new.filter(|entry| entry.progress == Progress::Undone);
+    broken.note(Rule::StepUndone, undone.any(|entry| is_in_doubt(&entry)));
+    past.journal = slot.journal;
 }
 
 /// Checks a reconciler's answer that no effect has happened or can happen. The earlier bodies of the key need not

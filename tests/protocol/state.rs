@@ -32,8 +32,10 @@ pub(crate) const CALLS: usize = 4;
 pub(crate) const KEYS: usize = 2;
 /// Largest number of steps of a body.
 pub(crate) const STEPS: usize = 2;
-/// Largest number of entries of a journal. Without a mistake, a journal has one entry for each step.
-const ENTRIES: usize = STEPS + 1;
+/// Largest number of entries of a journal: a step whose beginning is journaled leaves two entries in each attempt.
+const ENTRIES: usize = 8;
+/// The only step with a [`Reaction`](super::config::Reaction) to a doubt: the first step of a body.
+pub(crate) const GUARDED: u8 = 0;
 /// Largest number of operators that have seen a record and not decided yet.
 pub(crate) const OPERATORS: usize = 2;
 
@@ -97,34 +99,87 @@ pub(crate) struct Entry {
     pub(crate) step: u8,
     pub(crate) token: Token,
     pub(crate) attempt: u8,
+    pub(crate) progress: Progress,
 }
 
-/// Entries of the steps that have ended, in the order in which they ended.
+/// Progress of a step in an entry. The last entry of a step counts.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) enum Progress {
+    /// The body of the step is about to run. Its effect is in doubt until a later entry.
+    Begun = 1,
+    /// The body that had begun has had no effect.
+    Undone,
+    /// The step has ended with a value.
+    Ended,
+}
+
+impl Entry {
+    /// Packs the entry into two bytes, because each state has many journals. Never zero.
+    const fn packed(self) -> u16 {
+        self.progress as u16 | (self.step as u16) << 2 | (self.token as u16) << 3 | (self.attempt as u16) << 8
+    }
+
+    const fn unpacked(packed: u16) -> Option<Self> {
+        let progress = match packed & 3 {
+            1 => Progress::Begun,
+            2 => Progress::Undone,
+            3 => Progress::Ended,
+            _ => return None,
+        };
+        let [step, token, attempt] = [packed >> 2 & 1, packed >> 3 & 31, packed >> 8];
+        Some(Self { step: step as u8, token: token as u8, attempt: attempt as u8, progress })
+    }
+}
+
+/// Entries of steps, in the order in which they were made.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Journal {
-    entries: [Option<Entry>; ENTRIES],
+    entries: [u16; ENTRIES],
+}
+
+impl std::fmt::Debug for Journal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let parts = self.entries().map(|it| format!("{:?} {} by {}/{}", it.progress, it.step, it.token, it.attempt));
+        f.debug_list().entries(parts).finish()
+    }
 }
 
 impl Journal {
-    pub(crate) const EMPTY: Self = Self { entries: [None; ENTRIES] };
+    pub(crate) const EMPTY: Self = Self { entries: [0; ENTRIES] };
 
-    pub(crate) fn entries(&self) -> impl Iterator<Item = Entry> + '_ {
-        self.entries.iter().flatten().copied()
+    pub(crate) fn entries(&self) -> impl DoubleEndedIterator<Item = Entry> + '_ {
+        self.entries.iter().filter_map(|entry| Entry::unpacked(*entry))
     }
 
     pub(crate) fn len(&self) -> u8 {
         self.entries().map(|_| 1).sum()
     }
 
-    /// Returns the entry of `step`.
-    pub(crate) fn entry(&self, step: u8) -> Option<Entry> {
-        self.entries().find(|entry| entry.step == step)
+    /// Returns the last entry of `step`.
+    pub(crate) fn latest(&self, step: u8) -> Option<Entry> {
+        self.entries().rev().find(|entry| entry.step == step)
+    }
+
+    /// Returns the last entry of `step` if the step has ended.
+    pub(crate) fn ended(&self, step: u8) -> Option<Entry> {
+        self.latest(step).filter(|entry| entry.progress == Progress::Ended)
+    }
+
+    /// Returns the last entry of `step` if its effect is in doubt.
+    pub(crate) fn doubt(&self, step: u8) -> Option<Entry> {
+        self.latest(step).filter(|entry| entry.progress == Progress::Begun)
+    }
+
+    /// Returns whether this journal has all entries of `other`, and possibly more after them.
+    pub(crate) fn continues(&self, other: &Self) -> bool {
+        other.entries().zip(self.entries()).all(|(known, entry)| known == entry) && self.len() >= other.len()
     }
 
     /// Adds `entry`. A journal that is full, which only a mistake can fill, stays as it is.
     pub(crate) fn add(&mut self, entry: Entry) {
-        if let Some(free) = self.entries.iter_mut().find(|entry| entry.is_none()) {
-            *free = Some(entry);
+        assert!(usize::from(entry.step) < STEPS && entry.token < 32, "{entry:?} does not fit");
+        if let Some(free) = self.entries.iter_mut().find(|entry| **entry == 0) {
+            *free = entry.packed();
         }
     }
 
@@ -352,13 +407,61 @@ pub(crate) struct StepsOfCall {
     /// Time of the first append of the present try; `None` if no append is under way.
     pub(crate) since: Option<u8>,
     pub(crate) append: Append,
-    /// True if a step has returned an error instead of its value.
+    pub(crate) stage: Stage,
+    /// True if an error of the body must not end the operation: a step has no value, or is in doubt.
     pub(crate) failed: bool,
+    /// True if an operator has to decide about a step in doubt.
+    pub(crate) interrupts: bool,
 }
 
 impl StepsOfCall {
-    pub(crate) const NONE: Self =
-        Self { journal: Journal::EMPTY, confirmed: 0, next: 0, since: None, append: Append::None, failed: false };
+    pub(crate) const NONE: Self = Self {
+        journal: Journal::EMPTY,
+        confirmed: 0,
+        next: 0,
+        since: None,
+        append: Append::None,
+        stage: Stage::None,
+        failed: false,
+        interrupts: false,
+    };
+}
+
+/// Stage of a step whose beginning is journaled.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) enum Stage {
+    None,
+    /// The beginning of the body is being journaled. `again`: the reconciler has found no effect of an earlier body.
+    Begins {
+        again: bool,
+    },
+    /// The body of the step runs.
+    Runs,
+    /// The reconciler of the step runs.
+    Asks,
+}
+
+/// End of the body of a step.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) enum StepEnd {
+    Value,
+    /// An error after which the effect has certainly not happened.
+    Error,
+    /// An error whose effect is in doubt.
+    Doubtful,
+}
+
+/// Decision of an operator about the steps of a record.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) enum StepDecision {
+    /// The effect of the step in doubt happened.
+    Done,
+    /// The effect of the step in doubt did not happen.
+    NotDone,
+    /// The operation runs again from the first step on.
+    FromFirst,
+    /// The operation runs again without a journal.
+    WithoutSteps,
 }
 
 /// State of the append whose answer the body awaits.
@@ -582,8 +685,16 @@ pub(crate) struct History {
     pub(crate) decided: u8,
     /// True while an effect is in doubt: a reconciler was asked, or the store has recorded an uncertain error.
     pub(crate) doubt: bool,
-    /// First journaled entry of each step.
+    /// First journaled end of each step.
     pub(crate) journaled: [Option<Entry>; STEPS],
+    /// Journal of the record after the last step of the model; empty after the end of the operation.
+    pub(crate) journal: Journal,
+    /// Owner token and attempt of the body of the [`GUARDED`] step whose effect may have happened: the body has begun,
+    /// and neither an error that is certain, nor a reconciler, nor an operator has said that nothing happened.
+    pub(crate) begun: Option<(Token, u8)>,
+    /// Attempts in which the body of a step returned its value, or whose effect a reconciler or an operator has
+    /// confirmed: one bit for each attempt.
+    pub(crate) vouched: [u16; STEPS],
 }
 
 impl History {
@@ -597,6 +708,9 @@ impl History {
         decided: 0,
         doubt: false,
         journaled: [None; STEPS],
+        journal: Journal::EMPTY,
+        begun: None,
+        vouched: [0; STEPS],
     };
 }
 

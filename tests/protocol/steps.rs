@@ -7,13 +7,13 @@ use idem_runtime::OnCrash;
 use idem_runtime::store::Verdict;
 use stateright::{Model, Property};
 
-use super::config::{Config, Plan};
+use super::config::{Config, Plan, Reaction};
 use super::mutants::Mutant;
 use super::properties;
 use super::state::{
-    Answer, Append, Beat, Body, CALLS, Call, CallId, Class, Done, Ending, Entry, History, Journal, Line, Met,
-    ModelResult, ModelState, OPERATORS, Phase, ReleaseKind, Request, RequestKind, Reserving, SeenRecord, Slot,
-    StepsOfCall, World, token,
+    Answer, Append, Beat, Body, CALLS, Call, CallId, Class, Done, Ending, Entry, GUARDED, History, Journal, Line, Met,
+    ModelResult, ModelState, OPERATORS, Phase, Progress, ReleaseKind, Request, RequestKind, Reserving, SeenRecord,
+    Slot, Stage, StepDecision, StepEnd, StepsOfCall, World, token,
 };
 use super::store::{self, End, Reading};
 
@@ -51,7 +51,16 @@ pub(crate) enum Action {
     /// A body is cancelled, because its lease has lapsed and will never be renewed.
     GivesUp(CallId),
     /// The next step of the body runs and has its effect. Its entry is sent to the store, if no append is under way.
+    /// A step that journals its beginning only begins here: it sends this entry, asks its reconciler, or is in doubt.
     RunsStep(CallId),
+    /// The body of a step whose beginning is journaled ends.
+    EndsStep(CallId, StepEnd),
+    /// The reconciler of a step supplies the value of the effect in doubt.
+    StepFinds(CallId),
+    /// The reconciler of a step answers that nothing happened, and nothing can.
+    StepFindsNothing(CallId),
+    /// The reconciler of a step ends without an answer.
+    StepDoesNotKnow(CallId),
     StoreDoesAppend(CallId),
     /// The body is polled, and gets the answer to an append.
     HearsAppend(CallId),
@@ -63,7 +72,7 @@ pub(crate) enum Action {
     AppendIsRefusedForGood(CallId),
     /// A second copy of an append is under way.
     DoublesAppend(CallId),
-    /// The body drops a step that has ended and whose append is under way, and goes on.
+    /// The body drops a step whose append is under way, or whose body or reconciler runs, and goes on.
     DropsStep(CallId),
     /// The body returns: `Ok` if true, `Err` otherwise.
     Returns(CallId, bool),
@@ -97,6 +106,8 @@ pub(crate) enum Action {
     Looks(u8),
     /// An operator reopens a record that the same operator has inspected.
     Reopens(u8),
+    /// An operator decides about the steps of a record that the same operator has inspected.
+    DecidesSteps(u8, StepDecision),
     /// The store restarts: it loses its connections and keeps its records.
     Restarts,
 }
@@ -251,10 +262,20 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
             Phase::Asking => {}
             Phase::Body { polled: true } => {
                 let plan = config.plan(who);
-                let (rests, runs) = (call.steps.append == Append::None, call.steps.next < plan.steps);
-                if runs {
-                    actions.push(Action::RunsStep(who));
+                let (idle, runs) = (call.steps.append == Append::None, call.steps.next < plan.steps);
+                match call.steps.stage {
+                    Stage::Runs => {
+                        let ends = [StepEnd::Value, StepEnd::Error, StepEnd::Doubtful];
+                        actions.extend(ends.map(|end| Action::EndsStep(who, end)));
+                    }
+                    Stage::Asks => {
+                        let answers = [Action::StepFinds(who), Action::StepFindsNothing(who)];
+                        actions.extend(answers.into_iter().chain([Action::StepDoesNotKnow(who)]));
+                    }
+                    Stage::None | Stage::Begins { .. } if runs => actions.push(Action::RunsStep(who)),
+                    Stage::None | Stage::Begins { .. } => {}
                 }
+                let rests = idle && call.steps.stage == Stage::None;
                 if plan.may_succeed && rests && !runs {
                     actions.push(Action::Returns(who, true));
                 }
@@ -294,7 +315,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
                         }
                         Append::Cut => actions.push(Action::AppendFails(who)),
                     }
-                    if append != Append::None && left.cancels > 0 {
+                    if (append != Append::None || call.steps.stage != Stage::None) && left.cancels > 0 {
                         actions.push(Action::DropsStep(who));
                     }
                 }
@@ -356,8 +377,15 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
         }
     }
     for (operator, sight) in (0..).zip(&world.sights) {
-        if sight.is_some() {
+        if let Some(sight) = sight {
             actions.push(Action::Reopens(operator));
+            let decisions =
+                [StepDecision::Done, StepDecision::NotDone, StepDecision::FromFirst, StepDecision::WithoutSteps];
+            let possible = |decision: &StepDecision| {
+                config.step_decisions && store::decided_journal(&sight.slot.journal, *decision).is_some()
+            };
+            let decided = decisions.into_iter().filter(possible);
+            actions.extend(decided.map(|decision| Action::DecidesSteps(operator, decision)));
         }
     }
     if left.restarts > 0 && active > 0 {
@@ -515,7 +543,24 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             body_is_gone(config, world, who);
             drops_values(config, world, who, how, Class::LeaseLost);
         }
-        Action::RunsStep(who) => runs_step(config, world, who),
+        Action::RunsStep(who) => {
+            let steps = world.call(who).steps;
+            match config.plan(who).guards(steps.next) {
+                true => begins_step(config, world, who),
+                false => runs_step(config, world, who),
+            }
+        }
+        Action::EndsStep(who, end) => ends_step(config, world, who, end),
+        Action::StepFinds(who) => step_has_ended(config, world, who),
+        Action::StepFindsNothing(who) => {
+            properties::step_settled(config, world, who);
+            journals_beginning(config, world, who, true);
+        }
+        Action::StepDoesNotKnow(who) => match config.mutant {
+            Some(Mutant::StepUnknownReadAsNotDone) => journals_beginning(config, world, who, true),
+            Some(Mutant::StepUnknownIsEnded) => journals_end(config, world, who),
+            _ => leaves_step(config, world, who, true),
+        },
         Action::StoreDoesAppend(who) => {
             let Append::Sent { at, journal } = world.call(who).steps.append else { unreachable!("nothing is sent") };
             let request = append_request(config, world, who, at, journal);
@@ -544,7 +589,15 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
         Action::DropsStep(who) => {
             world.left.cancels -= 1;
             orphan_append(config, world, who);
-            gives_up_append(config, world, who);
+            match world.call(who).steps.stage {
+                Stage::Runs | Stage::Asks => {
+                    let interrupts = config.plan(who).reaction == Reaction::Fail;
+                    world.call_mut(who).steps.interrupts |= interrupts;
+                    leaves_step(config, world, who, true);
+                    world.call_mut(who).phase = Phase::Body { polled: true };
+                }
+                Stage::None | Stage::Begins { .. } => gives_up_append(config, world, who, false),
+            }
         }
         Action::Returns(who, ok) => returns(config, world, who, ok),
         Action::Finds(who) => {
@@ -604,7 +657,8 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
             world.history[usize::from(key)] = History::NONE;
         }
         Action::Looks(key) => looks(world, key),
-        Action::Reopens(operator) => reopens(config, world, operator),
+        Action::Reopens(operator) => reopens(config, world, operator, None),
+        Action::DecidesSteps(operator, decision) => reopens(config, world, operator, Some(decision)),
         // A restart breaks the connections. Requests that have not reached the store arrive later.
         Action::Restarts => {
             world.left.restarts -= 1;
@@ -872,14 +926,17 @@ fn looks(world: &mut World, key: u8) {
     *free = world.slots[at].map(|slot| SeenRecord { decided, ..store::sees(key, operator, slot, reading) });
 }
 
-fn reopens(config: &Config, world: &mut World, operator: u8) {
+fn reopens(config: &Config, world: &mut World, operator: u8, steps: Option<StepDecision>) {
     let Some(sight) = world.sights[usize::from(operator)].take() else { return };
     let key = sight.key;
     let Some(met) = world.slots[usize::from(key)] else { return };
     let reading = Reading { now: world.now, skew: None };
-    let done = store::reopens(config, &mut world.slots[usize::from(key)], &sight, reading);
+    let done = store::reopens(config, &mut world.slots[usize::from(key)], &sight, steps, reading);
     if done == Verdict::Applied {
         properties::audit_reopen(config, world, &met, &sight);
+        if let Some(decision) = steps {
+            properties::audit_step_decision(world, &met, &sight, decision);
+        }
         wake(config, world, key);
         forgive(config, world, key);
     }
@@ -1159,7 +1216,7 @@ fn skips_steps(config: &Config, world: &mut World, who: CallId) {
     let ended = |world: &World| {
         let steps = world.call(who).steps;
         let open = steps.next < config.plan(who).steps && !config.is(Mutant::JournaledStepRuns);
-        steps.journal.entry(steps.next).filter(|_| open)
+        steps.journal.ended(steps.next).filter(|_| open)
     };
     while let Some(entry) = ended(world) {
         properties::step_returns(config, world, who, entry);
@@ -1171,10 +1228,15 @@ fn runs_step(config: &Config, world: &mut World, who: CallId) {
     let step = world.call(who).steps.next;
     properties::step_runs(config, world, who, step);
     let call = world.call_mut(who);
-    let entry = Entry { step, token: token(who, call.generation), attempt: call.attempt };
-    call.steps.journal.add(entry);
+    call.journals(who, step, Progress::Ended);
     call.steps.next += 1;
     skips_steps(config, world, who);
+    awaits_append(config, world, who);
+}
+
+/// Sends the entries of the body, unless an append is under way. The body goes on if its steps are joined, and
+/// otherwise waits.
+fn awaits_append(config: &Config, world: &mut World, who: CallId) {
     if world.call(who).steps.append == Append::None {
         appends(world, who);
     }
@@ -1185,6 +1247,93 @@ fn runs_step(config: &Config, world: &mut World, who: CallId) {
     if call.lost && !goes_on {
         loses(config, world, who);
     }
+}
+
+impl Call {
+    /// Adds an entry of this attempt, which the next append brings to the store.
+    fn journals(&mut self, who: CallId, step: u8, progress: Progress) {
+        let entry = Entry { step, token: token(who, self.generation), attempt: self.attempt, progress };
+        self.steps.journal.add(entry);
+    }
+}
+
+/// Begins a step whose beginning is journaled. If its effect is in doubt, the step asks its reconciler or fails.
+fn begins_step(config: &Config, world: &mut World, who: CallId) {
+    let reaction = config.plan(who).reaction;
+    let doubt = world.call(who).steps.journal.doubt(GUARDED);
+    match doubt.filter(|_| !config.is(Mutant::StepDoubtIgnored)) {
+        None => journals_beginning(config, world, who, false),
+        Some(_) if reaction == Reaction::Reconcile => world.call_mut(who).steps.stage = Stage::Asks,
+        Some(_) => {
+            world.call_mut(who).steps.interrupts = true;
+            leaves_step(config, world, who, true);
+        }
+    }
+}
+
+/// Journals that the body of the step begins. `again`: a reconciler has found no effect of an earlier body.
+fn journals_beginning(config: &Config, world: &mut World, who: CallId, again: bool) {
+    let call = world.call_mut(who);
+    call.journals(who, GUARDED, Progress::Begun);
+    call.steps.stage = Stage::Begins { again };
+    let too_early = match config.mutant {
+        Some(Mutant::StepBeginsUnconfirmed) => !again,
+        Some(Mutant::StepBegunAgainUnconfirmed) => again,
+        _ => false,
+    };
+    awaits_append(config, world, who);
+    if too_early && world.call(who).is_active() {
+        orphan_append(config, world, who);
+        starts_step(config, world, who);
+    }
+}
+
+/// Starts the body of a step whose beginning is in the record.
+fn starts_step(config: &Config, world: &mut World, who: CallId) {
+    properties::step_runs(config, world, who, GUARDED);
+    let call = world.call_mut(who);
+    (call.steps.stage, call.phase) = (Stage::Runs, Phase::Body { polled: true });
+}
+
+/// Ends the body of a step whose beginning is in the record.
+fn ends_step(config: &Config, world: &mut World, who: CallId, end: StepEnd) {
+    let fails = config.plan(who).reaction == Reaction::Fail;
+    match end {
+        StepEnd::Value => step_has_ended(config, world, who),
+        StepEnd::Doubtful if !config.is(Mutant::StepUncertainIsUndone) => {
+            world.call_mut(who).steps.interrupts |= fails;
+            leaves_step(config, world, who, true);
+        }
+        StepEnd::Error | StepEnd::Doubtful => {
+            if end == StepEnd::Error {
+                properties::step_undone(config, world, who);
+            }
+            world.call_mut(who).journals(who, GUARDED, Progress::Undone);
+            leaves_step(config, world, who, false);
+            awaits_append(config, world, who);
+        }
+    }
+}
+
+/// Journals the value of a step that has ended, or whose reconciler has found the effect.
+fn step_has_ended(config: &Config, world: &mut World, who: CallId) {
+    properties::step_vouched(config, world, who);
+    journals_end(config, world, who);
+}
+
+fn journals_end(config: &Config, world: &mut World, who: CallId) {
+    world.call_mut(who).journals(who, GUARDED, Progress::Ended);
+    leaves_step(config, world, who, false);
+    awaits_append(config, world, who);
+}
+
+/// Lets the body go on after its guarded step. `failed`: the step has no value, and the operation stays open.
+fn leaves_step(config: &Config, world: &mut World, who: CallId, failed: bool) {
+    let steps = &mut world.call_mut(who).steps;
+    steps.stage = Stage::None;
+    steps.failed |= failed;
+    steps.next += 1;
+    skips_steps(config, world, who);
 }
 
 /// Sends the entries that the store has not confirmed.
@@ -1202,7 +1351,7 @@ fn hears_append(config: &Config, world: &mut World, who: CallId) {
     let call = world.call_mut(who);
     call.steps.append = Append::None;
     if done == Done::Refused {
-        return gives_up_append(config, world, who);
+        return gives_up_append(config, world, who, true);
     }
     let from = if config.is(Mutant::AppendCountsFromAnswer) { now } else { at };
     call.asked_at = call.asked_at.max(from);
@@ -1213,7 +1362,7 @@ fn hears_append(config: &Config, world: &mut World, who: CallId) {
 /// meanwhile, their entries are sent together.
 fn steps_return(config: &Config, world: &mut World, who: CallId, journal: Journal) {
     let confirmed = world.call(who).steps.confirmed;
-    for entry in journal.entries().skip(confirmed.into()) {
+    for entry in journal.entries().skip(confirmed.into()).filter(|entry| entry.progress == Progress::Ended) {
         properties::step_returns(config, world, who, entry);
     }
     let call = world.call_mut(who);
@@ -1224,6 +1373,9 @@ fn steps_return(config: &Config, world: &mut World, who: CallId, journal: Journa
         let plan = config.plan(who);
         let goes_on = plan.joined && world.call(who).steps.next < plan.steps;
         world.call_mut(who).phase = Phase::Body { polled: goes_on };
+    }
+    if let Stage::Begins { .. } = world.call(who).steps.stage {
+        starts_step(config, world, who);
     }
 }
 
@@ -1240,19 +1392,32 @@ fn append_fails(config: &Config, world: &mut World, who: CallId, trouble: Troubl
     let in_time = world.now < since + config.span() && world.may_be_held(config, who) > 0;
     match trouble.is_transient() && in_time {
         true => appends(world, who),
-        false => gives_up_append(config, world, who),
+        false => gives_up_append(config, world, who, true),
     }
 }
 
 /// Ends the wait for an append. The step does not return its value, and the body goes on: it returns an error, or runs
-/// the next step, whose append has the entry of this step, too.
-fn gives_up_append(config: &Config, world: &mut World, who: CallId) {
+/// the next step, whose append has the entry of this step, too. `failed`: the step returns an error.
+fn gives_up_append(config: &Config, world: &mut World, who: CallId, failed: bool) {
     let left_out = config.is(Mutant::UnconfirmedEntryLeftOut);
     let call = world.call_mut(who);
     if left_out {
         call.steps.journal = Journal::of(call.steps.journal.entries().take(call.steps.confirmed.into()));
     }
-    (call.steps.append, call.steps.since, call.steps.failed) = (Append::None, None, true);
+    if let Stage::Begins { again } = call.steps.stage {
+        if config.is(Mutant::StepBeginsUnanswered) {
+            (call.steps.append, call.steps.since) = (Append::None, None);
+            return starts_step(config, world, who);
+        }
+        // The body will not run. The next append cancels its beginning, unless an earlier effect is in doubt.
+        if !again {
+            call.journals(who, GUARDED, Progress::Undone);
+        }
+        leaves_step(config, world, who, failed);
+    }
+    let call = world.call_mut(who);
+    (call.steps.append, call.steps.since) = (Append::None, None);
+    call.steps.failed |= failed;
     call.phase = Phase::Body { polled: true };
 }
 
@@ -1479,13 +1644,19 @@ fn hears_beat(config: &Config, world: &mut World, who: CallId) {
 /// error that is not recorded.
 pub(crate) fn returns(config: &Config, world: &mut World, who: CallId, ok: bool) {
     let plan = config.plan(who);
+    let steps = world.call(who).steps;
     let ending = match (ok, plan.record_errors) {
         (false, _) if plan.doubts && !config.is(Mutant::UncertainErrorReleased) => {
             Ending::Release(ReleaseKind::Interrupted)
         }
+        (false, true) if config.is(Mutant::StepDoubtRecorded) => Ending::Finish { kept: ModelResult::Stored(who), ok },
+        (false, _) if steps.interrupts => Ending::Release(ReleaseKind::Interrupted),
         (false, false) => Ending::Release(ReleaseKind::Returned),
-        // A step without a value may have caused the error, and the next delivery may succeed.
-        (false, true) if world.call(who).steps.failed => Ending::Release(ReleaseKind::Returned),
+        // A step without a value may have caused the error, and the next delivery may succeed. An operation with a step
+        // in doubt stays open, also if the body has not reached this step.
+        (false, true) if steps.failed || steps.journal.doubt(GUARDED).is_some() => {
+            Ending::Release(ReleaseKind::Returned)
+        }
         _ => Ending::Finish { kept: ModelResult::Stored(who), ok },
     };
     let call = world.call_mut(who);

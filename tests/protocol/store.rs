@@ -18,8 +18,8 @@ use idem_tests::decided;
 use super::config::{Config, Plan};
 use super::mutants::Mutant;
 use super::state::{
-    Answer, CallId, Done, Entry, Journal, Met, ModelResult, ModelState, OPERATORS, ReleaseKind, SeenRecord, Slot,
-    Token, token,
+    Answer, CallId, Done, Entry, GUARDED, Journal, Met, ModelResult, ModelState, OPERATORS, Progress, ReleaseKind,
+    SeenRecord, Slot, StepDecision, Token, token,
 };
 
 /// Real duration of one tick of model time.
@@ -76,13 +76,17 @@ pub(crate) fn kept(payload: &StoredResult) -> ModelResult {
 impl Journal {
     /// Converts this journal to the runtime's type. The runtime's store compares only the length of a journal.
     pub(crate) fn written(&self) -> Option<Written> {
-        Written::new(self.entries().flat_map(|it| [it.step, it.token, it.attempt]).collect::<Vec<_>>())
+        let parts = |it: Entry| [it.step, it.token, it.attempt, it.progress as u8];
+        Written::new(self.entries().flat_map(parts).collect::<Vec<_>>())
     }
 
     fn read(journal: Option<&Written>) -> Self {
         let bytes = journal.map_or(&[][..], |journal| journal.bytes());
-        let entries = bytes.chunks(3).map(|entry| match *entry {
-            [step, token, attempt] => Entry { step, token, attempt },
+        let entries = bytes.chunks(4).map(|entry| match *entry {
+            [step, token, attempt, progress @ 1..=3] => {
+                let progress = [Progress::Begun, Progress::Undone, Progress::Ended][usize::from(progress) - 1];
+                Entry { step, token, attempt, progress }
+            }
             _ => unreachable!("no journal of the model is {bytes:?}"),
         });
         Self::of(entries)
@@ -442,6 +446,7 @@ pub(crate) fn appends(
     let held = match mutant {
         Some(Mutant::AppendAnybodys) => true,
         Some(Mutant::AppendAnyAttempt) => met.owner == token,
+        Some(Mutant::BegunByAnybody) if journal.doubt(GUARDED) == journal.entries().last() => true,
         _ => met.owner == token && met.attempt == attempt,
     };
     let open = match mutant {
@@ -473,18 +478,57 @@ pub(crate) fn sees(key: u8, operator: u8, slot: Slot, reading: Reading) -> SeenR
     SeenRecord { key, operator, slot, live, decided: 0 }
 }
 
-/// Reopens or discards the record, if it is the record that the operator saw.
-pub(crate) fn reopens(config: &Config, slot: &mut Option<Slot>, sight: &SeenRecord, reading: Reading) -> Verdict {
+/// Returns `seen` with the decision about its steps; `None` if no step of `seen` allows the decision.
+pub(crate) fn decided_journal(seen: &Journal, decision: StepDecision) -> Option<Journal> {
+    let resolved = |progress| {
+        let mut journal = *seen;
+        journal.add(Entry { progress, ..seen.doubt(GUARDED)? });
+        Some(journal)
+    };
+    match decision {
+        StepDecision::Done => resolved(Progress::Ended),
+        StepDecision::NotDone => resolved(Progress::Undone),
+        // The steps that the operator sees before the first one keep their entries.
+        StepDecision::FromFirst => {
+            let is_before = |entry: &Entry| seen.entries().skip_while(|it| it != entry).any(|it| it.step == GUARDED);
+            seen.latest(GUARDED)?;
+            let others = seen.entries().filter(|entry| entry.step != GUARDED);
+            Some(Journal::of(others.filter(is_before)))
+        }
+        StepDecision::WithoutSteps => (seen.len() > 0).then_some(Journal::EMPTY),
+    }
+}
+
+/// Reopens or discards the record, if it is the record that the operator saw. `steps`: decision about its steps.
+pub(crate) fn reopens(
+    config: &Config,
+    slot: &mut Option<Slot>,
+    sight: &SeenRecord,
+    steps: Option<StepDecision>,
+    reading: Reading,
+) -> Verdict {
     let Some(met) = slot.as_mut() else { return Verdict::Refused };
     let lapses_in = |left: u8| TICK * u32::from(left);
     let (mut seen, seen_left) = (sight.slot, u8::from(sight.live));
     if config.mutant == Some(Mutant::DecidesUnseen) && seen.attempt == met.attempt {
         seen = *met;
     }
-    let action = if seen.result().is_some() { Action::Discard } else { Action::Reopen };
+    let action = match steps {
+        Some(steps) => {
+            let Some(journal) = decided_journal(&seen.journal, steps) else { return Verdict::Refused };
+            Action::ReopenWith(journal.written())
+        }
+        None if seen.result().is_some() => Action::Discard,
+        None => Action::Reopen,
+    };
+    if steps.is_some() && config.mutant == Some(Mutant::StepsDecidedUnseen) {
+        seen.journal = met.journal;
+    }
     let mut left = if met.is_pending() { reading.until(met.lapses_at, config.mutant) } else { 0 };
     let mut seen_left = if config.mutant == Some(Mutant::DecidesUnseen) { left } else { seen_left };
-    if config.mutant == Some(Mutant::ReopenLive) {
+    if config.mutant == Some(Mutant::ReopenLive)
+        || (steps.is_some() && config.mutant == Some(Mutant::StepsDecidedWhileRunning))
+    {
         (left, seen_left) = (0, 0);
     }
     let left = lapses_in(left);

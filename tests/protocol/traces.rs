@@ -14,7 +14,8 @@ use std::time::Duration;
 use idem_runtime::clock::{Clock, ManualClock, SystemClock};
 use idem_runtime::record::{Record, State, StoredResult};
 use idem_runtime::store::{
-    Answers, Finish, Journal, Lease, Release, Reservation, ReserveRequest, StoreFuture, Verdict, forward, renew_all,
+    Answers, Decision, Finish, Journal, Lease, Release, Reservation, ReserveRequest, StoreFuture, Verdict, forward,
+    renew_all,
 };
 use idem_runtime::{
     Error, InProgress, Key, MemoryStore, Mode, OnCrash, OnError, OnStoreError, Operation, Outcome, Policy,
@@ -28,11 +29,11 @@ use serde::{Deserialize, Serialize};
 use stateright::Model;
 use tokio::sync::oneshot;
 
-use super::config::{Config, Plan};
+use super::config::{Config, Plan, Reaction};
 use super::mutants::Mutant;
 use super::state::{
-    Answer, Append, Beat, CallId, Class, Done, Ending, Entry, Journal as ModelJournal, Line, ModelResult, Phase,
-    ReleaseKind, Request, RequestKind, Slot, World, holder,
+    Answer, Append, Beat, CallId, Class, Done, Ending, Entry, GUARDED, Journal as ModelJournal, Line, ModelResult,
+    Phase, Progress, ReleaseKind, Request, RequestKind, Slot, Stage, StepDecision, StepEnd, World, holder,
 };
 use super::steps::{Action, pending_request, store_does, take};
 use super::store::{self, End, Reading, TICK, TTL};
@@ -61,11 +62,15 @@ enum Step {
     Again(CallId),
     Begin(CallId),
     Renew(CallId),
-    /// The attempt of a call appends a journal with this number of entries of its own.
-    Append(CallId, u8),
+    /// The attempt of a call appends a journal with this number of entries of its own, and this last one.
+    Append(CallId, u8, Progress),
     Finish(CallId, bool, bool),
     Release(CallId, ReleaseKind),
     Reopen(u8, u8),
+    /// An operator inspects a record.
+    Look(u8),
+    /// The operator decides about the steps of the record.
+    Decide(u8, StepDecision),
     Tick,
 }
 
@@ -77,15 +82,24 @@ fn step() -> impl Strategy<Value = Step> {
         Just(ReleaseKind::Interrupted),
         Just(ReleaseKind::Unresolved),
     ];
+    let progress = prop_oneof![Just(Progress::Begun), Just(Progress::Undone), Just(Progress::Ended)];
+    let decision = prop_oneof![
+        Just(StepDecision::Done),
+        Just(StepDecision::NotDone),
+        Just(StepDecision::FromFirst),
+        Just(StepDecision::WithoutSteps),
+    ];
     prop_oneof![
         5 => who().prop_map(Step::Reserve),
         1 => who().prop_map(Step::Again),
         3 => who().prop_map(Step::Begin),
         2 => who().prop_map(Step::Renew),
-        3 => (who(), 1..3_u8).prop_map(|(who, entries)| Step::Append(who, entries)),
+        3 => (who(), 1..3_u8, progress).prop_map(|(who, entries, last)| Step::Append(who, entries, last)),
         2 => (who(), any::<bool>(), any::<bool>()).prop_map(|(who, ok, large)| Step::Finish(who, ok, large)),
         3 => (who(), how).prop_map(|(who, how)| Step::Release(who, how)),
         1 => (0..2_u8, 0..2_u8).prop_map(|(key, off)| Step::Reopen(key, off)),
+        2 => (0..2_u8).prop_map(Step::Look),
+        2 => (0..2_u8, decision).prop_map(|(key, decision)| Step::Decide(key, decision)),
         3 => Just(Step::Tick),
     ]
 }
@@ -124,13 +138,14 @@ fn the_models_store_agrees_with_the_memory_store() {
 #[test]
 fn a_modelled_store_with_a_mistake_disagrees_with_the_memory_store() {
     use Mutant::{
-        AppendAfterFinish, AppendAfterRelease, AppendAnyAttempt, AppendAnybodys, FailOfCallerIgnored,
+        AppendAfterFinish, AppendAfterRelease, AppendAnyAttempt, AppendAnybodys, BegunByAnybody, FailOfCallerIgnored,
         FailOfOwnerIgnored, FingerprintSkippedAtReplay, FingerprintSkippedAtTakeover, FinishAnyAttempt, FinishAnybodys,
         FinishOverFinished, InterruptedRunsAgain, LapsedOwnerRefused, LapsedStaysLive, LiveTakenOver, MarkedAfterLapse,
         MaxAttemptsIgnored, OwnReservationIsForeign, RefundRepeated, RefusedAppendExtends, ReleaseAnybodys,
         ReleaseDropsJournal, ReleaseForgets, ReleaseOverFinished, RenewAnyAttempt, RenewAnybodys, ReopenDropsJournal,
         ReopenForgetsNumber, ReopenLive, RepeatedFinishRefused, RepeatedReleaseRefused, ReserveOverFinished,
-        ShorterJournalReplaces, TakeoverDropsJournal, TakeoverKeepsNumber, TakeoverKeepsToken,
+        ShorterJournalReplaces, StepsDecidedUnseen, StepsDecidedWhileRunning, TakeoverDropsJournal,
+        TakeoverKeepsNumber, TakeoverKeepsToken,
     };
     let runtime = runtime();
     // These mistakes change an answer of the store, or a record.
@@ -139,6 +154,7 @@ fn a_modelled_store_with_a_mistake_disagrees_with_the_memory_store() {
         AppendAfterRelease,
         AppendAnyAttempt,
         AppendAnybodys,
+        BegunByAnybody,
         FailOfCallerIgnored,
         FailOfOwnerIgnored,
         MarkedAfterLapse,
@@ -168,6 +184,8 @@ fn a_modelled_store_with_a_mistake_disagrees_with_the_memory_store() {
         RepeatedReleaseRefused,
         ReserveOverFinished,
         ShorterJournalReplaces,
+        StepsDecidedUnseen,
+        StepsDecidedWhileRunning,
         TakeoverDropsJournal,
         TakeoverKeepsNumber,
         TakeoverKeepsToken,
@@ -205,11 +223,13 @@ impl Grant {
         }
     }
 
-    /// Returns the journal of the attempt after its own first `entries` steps have ended.
-    fn appended(&self, who: CallId, entries: u8) -> ModelJournal {
-        let mut journal = self.journal;
-        for step in 0..entries {
-            journal.add(Entry { step, token: who, attempt: numbers(&self.lease).0 });
+    /// Returns the journal of the attempt after its own first `entries` entries, the last of which has this progress.
+    fn appended(&self, who: CallId, entries: u8, last: Progress) -> ModelJournal {
+        let (mut journal, (attempt, _)) = (self.journal, numbers(&self.lease));
+        // The last entry is one of the first step, about which operators decide.
+        for step in (0..entries).rev() {
+            let progress = if step == 0 { last } else { Progress::Ended };
+            journal.add(Entry { step, token: who, attempt, progress });
         }
         journal
     }
@@ -219,6 +239,7 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
     let clock = ManualClock::new();
     let real = MemoryStore::options().clock(clock.clone()).build();
     let (mut slots, mut now) = ([None; 2], 0);
+    let mut sights = [const { None }; 2];
     let mut grants: Vec<_> = config.requests.iter().map(Grant::none).collect();
     for step in steps {
         let key_of = |who: CallId| usize::from(config.plans[usize::from(who)].key);
@@ -245,9 +266,9 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
                 let modelled = store::renews(config, &mut slots[key_of(who)], who, numbers(lease).0, reading);
                 prop_assert_eq!(modelled, Done::from(found[0]), "{:?}", step);
             }
-            Step::Append(who, entries) => {
+            Step::Append(who, entries, last) => {
                 let grant = &grants[usize::from(who)];
-                let journal = grant.appended(who, entries);
+                let journal = grant.appended(who, entries, last);
                 let found = real.append(&grant.lease, &journal.written().expect("an entry")).await.unwrap();
                 let appended = (numbers(&grant.lease).0, journal);
                 let modelled = store::appends(config, &mut slots[key_of(who)], who, appended, reading);
@@ -272,7 +293,21 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
                 let found = real.reopen(&key_named(key), attempt.into()).await.unwrap();
                 let slot = &mut slots[usize::from(key)];
                 let seen = slot.map(|slot| store::sees(key, 0, Slot { attempt, ..slot }, reading));
-                let modelled = seen.map_or(Verdict::Refused, |seen| store::reopens(config, slot, &seen, reading));
+                let modelled = seen.map_or(Verdict::Refused, |seen| store::reopens(config, slot, &seen, None, reading));
+                prop_assert_eq!(modelled, found, "{:?}", step);
+            }
+            Step::Look(key) => {
+                let found = real.inspect(&key_named(key)).await.unwrap();
+                let seen = slots[usize::from(key)].map(|slot| store::sees(key, 0, slot, reading));
+                sights[usize::from(key)] = found.zip(seen);
+            }
+            Step::Decide(key, decision) => {
+                let Some((found, seen)) = &sights[usize::from(key)] else { continue };
+                let Some(journal) = store::decided_journal(&seen.slot.journal, decision) else { continue };
+                let decided = Decision::reopen_with(&key_named(key), found, journal.written());
+                let found = Verdict::from(real.decide(&decided).await.unwrap());
+                let slot = &mut slots[usize::from(key)];
+                let modelled = store::reopens(config, slot, seen, Some(decision), reading);
                 prop_assert_eq!(modelled, found, "{:?}", step);
             }
             Step::Tick => {
@@ -358,6 +393,15 @@ impl Real {
 
 /// Name of the steps of the engine's body, as a journal has it.
 const STEP: &str = "part";
+
+/// Journal, in version 1, of an attempt whose first step has begun.
+fn begun_journal(attempt: u8) -> Journal {
+    const BEGUN: u8 = 4;
+    let name = format!("{STEP}[{GUARDED}]");
+    let length = u8::try_from(name.len()).expect("a short name");
+    let parts = [&[1, 0, length], name.as_bytes(), &[0, 0, 0, attempt], &[0, BEGUN]];
+    Journal::new(parts.concat()).expect("an entry")
+}
 
 /// Number of entries of a journal that the engine has written.
 fn entries(journal: Option<&Journal>) -> usize {
@@ -446,8 +490,16 @@ impl Store for Scripted {
 #[derive(Debug, Serialize, Deserialize)]
 enum Failure {
     OfTheBody,
+    /// Error of a step whose effect is in doubt.
+    Doubtful,
     #[serde(skip)]
     Refused(Option<Class>),
+}
+
+impl Failure {
+    fn is_doubtful(&self) -> bool {
+        matches!(self, Self::Doubtful)
+    }
 }
 
 impl From<Error> for Failure {
@@ -509,6 +561,8 @@ struct Pair<'a> {
     /// True if the body has started in the model.
     ran: bool,
     started: Arc<Mutex<bool>>,
+    /// What the first step of the body does, if its beginning is journaled.
+    script: Script,
     /// Late requests of the model, each with the corresponding request of the engine.
     late: Vec<(Request, Real)>,
     main: Option<EngineRequest>,
@@ -523,6 +577,31 @@ enum Settled {
     Done,
     NotDone,
     Unknown,
+}
+
+/// Ends of the body and of the reconciler of the first step.
+#[derive(Clone, Copy, Debug)]
+struct Script {
+    end: StepEnd,
+    settled: Settled,
+}
+
+impl Script {
+    fn end(self, step: u8) -> Result<u8, Failure> {
+        match self.end {
+            StepEnd::Value => Ok(step),
+            StepEnd::Error => Err(Failure::OfTheBody),
+            StepEnd::Doubtful => Err(Failure::Doubtful),
+        }
+    }
+
+    fn answer(self, step: u8) -> Result<Reconciliation<u8>, Failure> {
+        Ok(match self.settled {
+            Settled::Done => Reconciliation::Done(step),
+            Settled::NotDone => Reconciliation::NotDone,
+            Settled::Unknown => Reconciliation::Unknown { ask_again: TICK },
+        })
+    }
 }
 
 /// Next step of a trace.
@@ -548,6 +627,8 @@ enum Move {
     Arrive(usize),
     Lose(usize),
     OtherReserves(CallId),
+    /// The attempt of another call journals that its first step begins.
+    OtherBegins(CallId),
     OtherFinishes(CallId),
     OtherReleases(CallId),
     /// An operator reopens the record.
@@ -556,7 +637,7 @@ enum Move {
 }
 
 impl<'a> Pair<'a> {
-    fn new(config: &'a Config) -> Self {
+    fn new(config: &'a Config, script: Script) -> Self {
         let clock = ManualClock::seeded(7);
         let store = Scripted { inner: MemoryStore::options().clock(clock.clone()).build(), desk: Arc::default() };
         let plan = config.plans[0];
@@ -573,8 +654,18 @@ impl<'a> Pair<'a> {
             *starts.lock().unwrap() = true;
             for step in 0..plan.steps {
                 let attempt = current().expect("inside of a handler");
+                let described = attempt.step((STEP, step));
                 // The body goes on after a step that returns an error.
-                let _ = attempt.step((STEP, step)).run(async |_| Ok::<u8, Failure>(step)).await;
+                let _ = match plan.reaction {
+                    Reaction::Fail if plan.guards(step) => {
+                        described.fail().uncertain_errors_if(Failure::is_doubtful).run(async |_| script.end(step)).await
+                    }
+                    Reaction::Reconcile if plan.guards(step) => {
+                        let described = described.reconcile(async |_| script.answer(step));
+                        described.uncertain_errors_if(Failure::is_doubtful).run(async |_| script.end(step)).await
+                    }
+                    _ => described.run(async |_| Ok::<u8, Failure>(step)).await,
+                };
             }
             match returned.await {
                 Ok(true) => Ok(7),
@@ -611,6 +702,7 @@ impl<'a> Pair<'a> {
             settles: None,
             ran: false,
             started,
+            script,
             late: Vec::new(),
             main: None,
             beat: None,
@@ -621,6 +713,25 @@ impl<'a> Pair<'a> {
 
     fn phase(&self) -> Phase {
         self.world.call(0).phase
+    }
+
+    /// Counts what the step of the model's call is doing.
+    fn note_stages(&self, seen: &mut BTreeMap<&'static str, u32>) {
+        let steps = self.world.call(0).steps;
+        let last = steps.journal.latest(GUARDED).map(|entry| entry.progress);
+        let other = steps.journal.entries().any(|entry| holder(entry.token) > 0);
+        let interrupted = Ending::Release(ReleaseKind::Interrupted);
+        let ends = matches!(self.phase(), Phase::Ending { ending, .. } if ending == interrupted);
+        let facts = [
+            (steps.stage == Stage::Begins { again: false }, "begins"),
+            (steps.stage == Stage::Begins { again: true }, "begins again"),
+            (last == Some(Progress::Undone), "undone"),
+            (steps.interrupts || (ends && self.config.plans[0].reaction == Reaction::Fail), "interrupts"),
+            (other && last == Some(Progress::Ended), "reconciled"),
+        ];
+        for (_, what) in facts.into_iter().filter(|(is, _)| *is) {
+            *seen.entry(what).or_default() += 1;
+        }
     }
 
     fn does(&mut self, action: Action) {
@@ -710,8 +821,14 @@ impl<'a> Pair<'a> {
         }
         while self.phase() == (Phase::Body { polled: true }) {
             self.ran = true;
-            let runs = Action::RunsStep(0);
-            self.does(if self.actions().contains(&runs) { runs } else { Action::Yields(0) });
+            let answer = match self.script.settled {
+                Settled::Done => Action::StepFinds(0),
+                Settled::NotDone => Action::StepFindsNothing(0),
+                Settled::Unknown => Action::StepDoesNotKnow(0),
+            };
+            let actions = self.actions();
+            let mut next = [Action::RunsStep(0), Action::EndsStep(0, self.script.end), answer].into_iter();
+            self.does(next.find(|action| actions.contains(action)).unwrap_or(Action::Yields(0)));
         }
         let actions = self.actions();
         if actions.contains(&Action::TimesOut(0)) {
@@ -851,7 +968,8 @@ impl<'a> Pair<'a> {
             moves.extend([Move::Return(true), Move::Return(false), Move::Return(true)]);
         }
         if self.phase() == Phase::Asking && self.settles.is_none() {
-            moves.extend([Settled::Done, Settled::NotDone, Settled::Unknown].map(Move::Settle));
+            let answers = [Settled::Done, Settled::NotDone, Settled::Unknown, Settled::Unknown, Settled::Unknown];
+            moves.extend([answers; 4].as_flattened().iter().copied().map(Move::Settle));
         }
         if self.call.is_some() {
             moves.push(Move::Drop);
@@ -875,6 +993,13 @@ impl<'a> Pair<'a> {
                 moves.extend([Move::OtherReserves(who); 8]);
             }
             moves.extend([Move::OtherFinishes(who), Move::OtherReleases(who)]);
+            let begins = |slot: Slot| slot.is_pending() && slot.owner == who && slot.journal.len() == 0;
+            if self.config.plans[0].steps > 0 && self.world.slots[0].is_some_and(begins) {
+                moves.extend([Move::OtherBegins(who); 6]);
+            }
+            if self.world.slots[0].is_some_and(|slot| slot.is_pending() && slot.journal.doubt(GUARDED).is_some()) {
+                moves.extend([Move::OtherReleases(who); 6]);
+            }
         }
         // The trace makes only reopenings that succeed: a refused reopening may wake waiters, which the
         // model leaves out.
@@ -1009,6 +1134,14 @@ impl<'a> Pair<'a> {
                 let ask = RequestKind::Reserve { sent: 0, over: None, asks };
                 self.other(Request { who, token: who, ask }, &real).await;
             }
+            Move::OtherBegins(who) => {
+                let lease = self.lease(who);
+                let (attempt, _) = numbers(&lease);
+                let begun = Entry { step: GUARDED, token: who, attempt, progress: Progress::Begun };
+                let ask = RequestKind::Append { sent: 0, attempt, journal: ModelJournal::of([begun]) };
+                let real = Real::Append(lease, begun_journal(attempt));
+                self.other(Request { who, token: who, ask }, &real).await;
+            }
             Move::OtherFinishes(who) => {
                 let kept = ModelResult::Stored(who);
                 let lease = self.lease(who);
@@ -1076,7 +1209,7 @@ fn class((result, outcome): &Ended) -> Option<Class> {
     match result {
         _ if outcome.replayed() => Some(Class::Replayed),
         Ok(_) => Some(Class::Ok),
-        Err(Failure::OfTheBody) => Some(Class::Err),
+        Err(Failure::OfTheBody | Failure::Doubtful) => Some(Class::Err),
         Err(Failure::Refused(class)) => *class,
     }
 }
@@ -1086,17 +1219,22 @@ fn class((result, outcome): &Ended) -> Option<Class> {
 #[test]
 fn the_models_calls_agree_with_the_engine() {
     let runtime = runtime();
-    let told = Mutex::new(BTreeMap::new());
+    let (told, stages) = (Mutex::new(BTreeMap::new()), Mutex::new(BTreeMap::new()));
     // A trace has a policy of any kind, and numbers. Each number chooses one of the possible steps.
     let plan = (
         (any::<[bool; 3]>(), weighted(0.2), weighted(0.2), weighted(0.3), weighted(0.2)),
         proptest::option::of(1..3_u8),
         proptest::option::of(1..4_u8),
         proptest::option::weighted(0.3, 1..6_u8),
-        prop_oneof![2 => Just(0_u8), 1 => 1..3_u8],
+        prop_oneof![2 => Just(0_u8), 2 => 1..3_u8],
     );
-    let traces = (plan, any::<bool>(), proptest::collection::vec(any::<u8>(), 1..50));
-    many(6_000, &traces, |((switches, max_attempts, wait, timeout, steps), other_fails, choices)| {
+    let reaction = prop_oneof![Just(Reaction::Rerun), Just(Reaction::Fail), Just(Reaction::Reconcile)];
+    let end = prop_oneof![2 => Just(StepEnd::Value), 1 => Just(StepEnd::Error), 1 => Just(StepEnd::Doubtful)];
+    let settled = prop_oneof![Just(Settled::Done), Just(Settled::NotDone), Just(Settled::Unknown)];
+    let guarded = (reaction, end, settled);
+    let traces = (plan, guarded, any::<bool>(), proptest::collection::vec(any::<u8>(), 1..50));
+    many(6_000, &traces, |((switches, max_attempts, wait, timeout, steps), guarded, other_fails, choices)| {
+        let (reaction, end, settled) = guarded;
         let ([fail, record_errors, too_large], open, shadow, asks, doubts) = switches;
         let on_crash = |fail| if fail { OnCrash::Fail } else { OnCrash::Retry };
         let plan = Plan {
@@ -1112,12 +1250,13 @@ fn the_models_calls_agree_with_the_engine() {
             timeout,
             // A call in shadow mode journals nothing.
             steps: if shadow { 0 } else { steps },
+            reaction,
             ..Plan::default()
         };
         let other = Plan { on_crash: on_crash(other_fails), doubts, ..Plan::default() };
         let config = Config::of(&[plan, other, Plan::default()]);
         runtime.block_on(async {
-            let mut pair = Pair::new(&config);
+            let mut pair = Pair::new(&config, Script { end, settled });
             pair.meet().await?;
             let mut made = Vec::new();
             // After each step the engine and the model must agree.
@@ -1127,6 +1266,7 @@ fn the_models_calls_agree_with_the_engine() {
                 made.push(it);
                 pair.make(it).await;
                 let met = pair.meet().await;
+                pair.note_stages(&mut stages.lock().unwrap());
                 met.map_err(|error| TestCaseError::fail(format!("after {made:?}: {error}")))?;
             }
             if let Phase::Over(class) = pair.phase() {
@@ -1135,6 +1275,11 @@ fn the_models_calls_agree_with_the_engine() {
             Ok(())
         })
     });
+    let stages = stages.into_inner().unwrap();
+    println!("stages of steps, and endings of steps in doubt: {stages:?}");
+    for seen in ["begins", "begins again", "undone", "interrupts", "reconciled"] {
+        assert!(stages.contains_key(seen), "no trace has a step of this kind: {seen}");
+    }
     let told = told.into_inner().unwrap();
     println!("answers to the callers: {told:?}");
     // The traces together must reach every kind of answer.
@@ -1156,7 +1301,7 @@ fn the_models_calls_agree_with_the_engine() {
 #[test]
 fn a_model_with_another_ending_disagrees_with_the_engine() {
     let config = Config::of(&[Plan::default()]);
-    let mut pair = Pair::new(&config);
+    let mut pair = Pair::new(&config, Script { end: StepEnd::Value, settled: Settled::Unknown });
     let disagrees = runtime().block_on(async {
         pair.meet().await.unwrap();
         pair.make(Move::Answer).await;
@@ -1252,9 +1397,9 @@ fn the_models_store_agrees_with_dynamodb_if_clocks_differ() {
                         let modelled = store::renews(&config, &mut slots[slot(who)], who, attempt, reading(who));
                         prop_assert_eq!(modelled, Done::from(found[0]), "{:?}", step);
                     }
-                    Step::Append(who, entries) => {
+                    Step::Append(who, entries, last) => {
                         let at = usize::from(who);
-                        let journal = grants[at].appended(who, entries);
+                        let journal = grants[at].appended(who, entries, last);
                         let written = journal.written().expect("an entry");
                         let found = stores[at].append(&grants[at].lease, &written).await.unwrap();
                         let appended = (numbers(&grants[at].lease).0, journal);
@@ -1276,7 +1421,7 @@ fn the_models_store_agrees_with_dynamodb_if_clocks_differ() {
                         let modelled = store::ends(&config, &mut slots[slot(who)], who, End::release(how, now));
                         prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
                     }
-                    Step::Reopen(..) => {}
+                    Step::Reopen(..) | Step::Look(_) | Step::Decide(..) => {}
                     Step::Tick => now += 1,
                 }
             }
