@@ -249,7 +249,9 @@ impl StepJournal {
     /// Returns what the steps mean for the end of the attempt if its body returned an error.
     pub(crate) fn after_error(&self) -> AfterError {
         let steps = lock(&self.steps);
-        let in_doubt = steps.earlier.values().any(|entry| entry.progress == StepProgress::Begun);
+        // A journal that can't be read may have a step in doubt.
+        let in_doubt =
+            steps.damage.is_some() || steps.earlier.values().any(|entry| entry.progress == StepProgress::Begun);
         AfterError { keeps_open: steps.after_error.keeps_open || in_doubt, ..steps.after_error }
     }
 
