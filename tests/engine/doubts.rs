@@ -541,6 +541,127 @@ async fn each_step_is_counted_with_its_outcome() {
     }
 }
 
+/// Delivers a message whose handler has this body. Returns its outcome.
+async fn delivered(world: &World, body: impl Future<Output = Result<u32, Error>>) -> Outcome {
+    observe(world.call_of(body)).await.1
+}
+
+#[tokio::test]
+async fn the_outcome_counts_the_steps_that_a_delivery_leaves_in_doubt() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async {
+        let attempt = current()?;
+        attempt.step("ran").run(async |_| Ok::<_, Error>(7_u32)).await?;
+        assert!(attempt.step("certain").fail().run(async |_| Err::<u32, _>(Error::NoAttempt)).await.is_err());
+        assert!(attempt.step("plain").run(async |_| Err::<u32, _>(Error::NoAttempt)).await.is_err());
+        Ok(1)
+    };
+    let outcome = delivered(&world, body).await;
+    assert_eq!((outcome.steps_in_doubt(), outcome.uncertain()), (0, false));
+
+    let world = World::new();
+    let body = async {
+        let attempt = current()?;
+        for name in ["dropped", "runs again"] {
+            let lost = attempt.step(name).run(async |step| effect_then_death(&effects, step.child_key()).await);
+            futures::future::select(Box::pin(lost), Box::pin(yields(2))).await;
+        }
+        attempt.step("runs again").run(async |_| Ok::<_, Error>(7_u32)).await?;
+        let backoff = Backoff::new(PAUSE, PAUSE);
+        let mut runs = 0;
+        let slow = attempt.step("timed out").timeout(PAUSE).retry(2, backoff).run(|_| {
+            runs += 1;
+            let is_first = runs == 1;
+            async move { if is_first { std::future::pending().await } else { Err::<u32, _>(Error::NoAttempt) } }
+        });
+        assert!(slow.await.is_err(), "the second run has no effect, and the first one may have");
+        let wire = attempt.step("uncertain").reconcile(async |_| Ok(Reconciliation::NotDone)).uncertain_errors();
+        assert!(wire.run(async |_| Err::<u32, _>(Error::NoAttempt)).await.is_err());
+        let wire = attempt.step("settled").reconcile(async |_| Ok(Reconciliation::NotDone)).uncertain_errors();
+        assert!(wire.run(async |_| Err::<u32, _>(Error::NoAttempt)).await.is_err());
+        let wire = attempt.step("settled").reconcile(async |_| Ok(Reconciliation::NotDone));
+        assert!(wire.run(async |_| Err::<u32, _>(Error::NoAttempt)).await.is_err());
+        world.store.always(StoreCall::Append, Fault::Before(StoreErrorKind::Unavailable));
+        assert!(attempt.step("unconfirmed").run(async |_| Ok::<_, Error>(7_u32)).await.is_err());
+        Ok(1)
+    };
+    let outcome = delivered(&world, body).await;
+    assert_eq!(
+        (outcome.steps_in_doubt(), outcome.uncertain()),
+        (4, true),
+        "dropped, timed out, uncertain, unconfirmed"
+    );
+    assert!(outcome.recorded(), "{outcome:?}");
+    assert_eq!(outcome.disposition(), Disposition::Ack);
+}
+
+#[tokio::test]
+async fn the_outcome_counts_the_steps_of_a_call_that_is_cut_off() {
+    let effects = Effects::default();
+    let step = |step: StepBuilder| step.run(async |step| effect_then_death(&effects, step.child_key()).await);
+    // A time-out around the call. The time-out holds the call until it is dropped itself.
+    let world = World::new();
+    let (mut call, mut polls) = (Box::pin(world.run(async { step(wire()?).await })), 0);
+    let time_out = poll_fn(move |cx| {
+        polls += 1;
+        assert!(call.as_mut().poll(cx).is_pending());
+        cx.waker().wake_by_ref();
+        if polls < 3 { Poll::Pending } else { Poll::Ready(Err::<u32, _>(Error::NoAttempt)) }
+    });
+    let (_, outcome) = observe(time_out).await;
+    assert_eq!((outcome.steps_in_doubt(), outcome.cancelled()), (1, true), "{outcome:?}");
+    // A time-out around a nested observation.
+    let world = World::new();
+    let nested = async {
+        let nested = observe(world.run(async { step(wire()?).await }));
+        futures::future::select(Box::pin(nested), Box::pin(yields(3))).await;
+        Ok::<_, Error>(())
+    };
+    let (_, outcome) = observe(nested).await;
+    assert_eq!(outcome.steps_in_doubt(), 1, "{outcome:?}");
+    // A nested observation that ends.
+    let world = World::new();
+    let nested = async {
+        let body = async { wire()?.run(async |_| Err::<u32, _>(Error::NoAttempt)).await };
+        observe(world.run(body)).await.0?;
+        Ok::<_, Error>(())
+    };
+    assert_eq!(observe(nested).await.1.steps_in_doubt(), 0);
+    let world = World::new();
+    let nested = async {
+        let body = async {
+            futures::future::select(Box::pin(step(wire()?)), Box::pin(yields(2))).await;
+            Ok(1_u32)
+        };
+        observe(world.run(body)).await.0
+    };
+    let (_, outcome) = observe(nested).await;
+    assert_eq!((outcome.steps_in_doubt(), outcome.recorded()), (1, true), "{outcome:?}");
+    // A panic, and the `timeout` of the handler.
+    let world = World::new();
+    let body = async { wire()?.run(async |_| -> Result<u32, Error> { panic!("expected by the test") }).await };
+    let (_, outcome) = observe(world.run(body)).catch_panics().await;
+    assert_eq!((outcome.steps_in_doubt(), outcome.executed()), (1, true), "{outcome:?}");
+    let world = World::new();
+    let call =
+        Operation::new(&world.store, Ok(World::key("k")), POLICY.timeout(LEASE)).run(async { step(wire()?).await });
+    let (ended, outcome) = observe(world.moving(Box::pin(call).as_mut(), Duration::from_secs(1))).await;
+    assert!(matches!(ended, Err(Error::TimedOut { .. })), "{ended:?}");
+    assert_eq!(outcome.steps_in_doubt(), 1, "{outcome:?}");
+}
+
+#[tokio::test]
+async fn the_outcome_counts_the_steps_that_an_earlier_attempt_has_left_in_doubt() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async { wire()?.fail().run(async |step| effect_then_death(&effects, step.child_key()).await).await };
+    world.dies_in(body).await;
+    let ask = |answer| async { wire()?.reconcile(async |_| Ok(answer)).run(async |_| Ok::<_, Error>(0)).await };
+    let outcome = delivered(&world, ask(Reconciliation::Unknown { ask_again: PAUSE })).await;
+    assert_eq!((outcome.steps_in_doubt(), outcome.uncertain()), (1, true));
+    let outcome = delivered(&world, ask(Reconciliation::Done(7))).await;
+    assert_eq!((outcome.steps_in_doubt(), outcome.uncertain()), (0, false));
+}
+
 #[tokio::test]
 async fn a_step_inside_of_a_reconciler_is_refused() {
     let (world, effects) = (World::new(), Effects::default());

@@ -60,7 +60,9 @@ async fn show_prints_the_steps_in_order_and_their_values_only_on_request() {
     };
     kept.run(body).await.unwrap();
     let run = records.idem(&["show", "pay/kept", "--steps", "--result"]).ends(0);
-    run.says("result       2 bytes of json").says("step 1       charge: ended in attempt 1, 2 bytes of json").says("\n17\n");
+    run.says("result       2 bytes of json")
+        .says("step 1       charge: ended in attempt 1, 2 bytes of json")
+        .says("\n17\n");
     completed(&records.store, "done", b"1").await;
     let run = records.idem(&["show", "pay/done", "--steps"]).ends(0);
     assert!(!run.out.contains("step"), "{run:?}");

@@ -10,7 +10,7 @@ use super::ending::AttemptEnd;
 use super::late;
 use super::late::LateEndState;
 use super::observed_call::ReportedDoubt;
-use super::observer::Observation;
+use super::observer::{Observation, report_steps_in_doubt};
 use super::poll_notes::{DoubtStage, NotesGuard, PollNotes};
 use super::work::Work;
 use crate::error::{Error, StepProblem};
@@ -441,10 +441,11 @@ impl HeldAttempt {
             (_, false) => Some(AttemptEnd::Release(Release::NotStarted)),
         };
         let ends_late = ending.as_ref().and_then(|_| late::ends_late(&store, &lease));
-        let confirmed_at = match begun {
-            true => store.context().leases().deregister(lease.owner).unwrap_or(reserved_at),
-            false => reserved_at,
-        };
+        let deregistered = begun.then(|| store.context().leases().deregister(lease.owner)).flatten();
+        let (confirmed_at, steps_in_doubt) = deregistered.unwrap_or((reserved_at, 0));
+        if steps_in_doubt > 0 {
+            report_steps_in_doubt(&lease.key, lease.attempt, steps_in_doubt);
+        }
         if let Some(ending) = ending {
             late::write_late(store, lease, confirmed_at, ending, late, ends_late);
         }

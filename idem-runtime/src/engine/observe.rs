@@ -204,7 +204,6 @@ impl<F: Future, B: Beats<F::Output>> Observe<F, B> {
         };
         if let Some(output) = this.beat.lost(&lost, cx) {
             note_refusal();
-            this.future.set(None);
             return Poll::Ready(output);
         }
         let wanted_outside =
@@ -226,14 +225,20 @@ impl<F: Future, B: Beats<F::Output>> Observe<F, B> {
 
     /// Ends the delivery, and returns its `output` with its outcome.
     fn conclude(self: Pin<&mut Self>, output: F::Output) -> (F::Output, Outcome, Observer) {
-        let this = self.project();
+        let mut this = self.project();
+        {
+            // A call that has not ended, for example inside of a time-out that has passed, ends here.
+            let _observation = Observation::enter(this.observer);
+            this.future.set(None);
+        }
         this.beat.stop();
         let mut observer = this.observer.take().unwrap_or_default();
         let returned = match (this.failed)(&output) {
             true => DeliveryResult::Err { with_a_call: observer.final_error },
             false => DeliveryResult::Ok,
         };
-        let outcome = Outcome::of_delivery(std::mem::take(&mut observer.calls), returned, observer.budget);
+        let (calls, (steps_in_doubt, _)) = (std::mem::take(&mut observer.calls), observer.steps_in_doubt);
+        let outcome = Outcome::of_delivery(calls, steps_in_doubt, returned, observer.budget);
         (output, outcome, observer)
     }
 }
@@ -305,14 +310,13 @@ where
     E: From<Error>,
     B: Beats<Result<T, E>>,
 {
-    /// Drops the delivery. The result of the delivery is an error with the key and the attempt of the last call, and
+    /// Ends the delivery. The result of the delivery is an error with the key and the attempt of the last call, and
     /// the time until the next delivery.
     fn cut_off(
         mut self: Pin<&mut Self>,
         error: impl FnOnce(Option<Key>, Option<u32>, Duration) -> Error,
     ) -> (Result<T, E>, Outcome) {
-        let mut this = self.as_mut().project();
-        this.future.set(None);
+        let this = self.as_mut().project();
         if let Some(observer) = this.observer {
             // The delivery ends with the new error, and not with the error of a call.
             observer.final_error = false;

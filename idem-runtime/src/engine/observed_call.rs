@@ -240,6 +240,7 @@ impl ObservedCall {
             }
     }
 
+    /// Returns whether the call has begun and has not returned.
     pub(super) fn cancelled(&self) -> bool {
         matches!(self.progress, Progress::Reserving | Progress::Running | Progress::Recording)
     }

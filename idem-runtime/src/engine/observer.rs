@@ -27,6 +27,9 @@ pub(crate) struct Observer {
     pub(super) outside: Vec<Seat>,
     /// True if a call has changed since the last report to the enclosing observation.
     pub(super) changed: bool,
+    /// Number of steps that the calls have left in doubt, and the number that the enclosing observation knows.
+    // Not a part of a call: the future of each call would carry it.
+    pub(super) steps_in_doubt: (u32, u32),
     /// True if a call finished with a final error in the current poll of the delivery or, between two polls, in the
     /// last poll.
     pub(super) final_error: bool,
@@ -78,6 +81,8 @@ impl Observer {
             return;
         }
         with_observer(|outer| {
+            let (steps, known) = &mut self.steps_in_doubt;
+            outer.add_steps_in_doubt(steps.saturating_sub(std::mem::replace(known, *steps)));
             if self.outside.len() < self.calls.len() {
                 self.outside.resize(self.calls.len(), None);
             }
@@ -87,6 +92,11 @@ impl Observer {
                 }
             }
         });
+    }
+
+    fn add_steps_in_doubt(&mut self, steps: u32) {
+        self.steps_in_doubt.0 = self.steps_in_doubt.0.saturating_add(steps);
+        self.changed |= steps > 0;
     }
 
     /// Returns key and attempt of the last call, and the time until the next delivery, for a delivery that the library
@@ -175,6 +185,19 @@ pub(super) fn swap(other: &mut Option<Observer>) {
 /// Reports the progress or the end of a call to the enclosing `observe`.
 pub(crate) fn report(seat: &mut Seat, call: impl FnOnce() -> ObservedCall) {
     with_observer(|observer| observer.note(seat, call()));
+}
+
+/// Records that an attempt of the delivery has ended, and leaves this number of steps in doubt. The drop of an attempt
+/// calls this function, so the attempt is found by its key and number: a dropped call does not know whether the
+/// observation that is current now is the one to which it reported.
+pub(super) fn report_steps_in_doubt(key: &Key, attempt: u32, steps: u32) {
+    with_observer(|observer| {
+        let is_of_attempt =
+            |call: &ObservedCall| call.attempt == Some(attempt) && call.key.as_ref() == Some(key) && call.cancelled();
+        if observer.calls.iter().any(is_of_attempt) {
+            observer.add_steps_in_doubt(steps);
+        }
+    });
 }
 
 /// Records the time until the next delivery, in case the call ends without a further report.

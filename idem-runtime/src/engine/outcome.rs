@@ -22,6 +22,7 @@ pub struct Outcome {
     /// `None` if no commit is pending.
     uncommitted: Option<Disposition>,
     uncertain: bool,
+    steps_in_doubt: u32,
     store_failed: bool,
     is_last_delivery: bool,
     delivery: Option<u32>,
@@ -89,10 +90,41 @@ impl Outcome {
     }
 
     /// Returns whether the effect of any call may have happened although the record does not show it: the lease was
-    /// lost, the result is not recorded, the body was cancelled, or an earlier attempt was interrupted. An alert on
-    /// this value is advisable.
+    /// lost, the result is not recorded, the body was cancelled, an earlier attempt was interrupted, or a
+    /// [step is in doubt](Outcome::steps_in_doubt). An alert on this value is advisable.
     pub fn uncertain(&self) -> bool {
         self.uncertain
+    }
+
+    /// Returns the number of [steps](crate::Attempt::step) that the calls of the delivery have left in doubt: the
+    /// effect may have happened, and the journal does not say so. The body of such a step has begun, and was dropped
+    /// (by `select!`, by a time-out, or with its call), ran into its time limit, panicked, or returned an uncertain
+    /// error; or the store has not confirmed its end; or the step was in doubt before, and is not decided yet.
+    ///
+    /// A step without `.fail()` and `.reconcile(…)` counts, too: the next attempt runs it again. The number is also
+    /// above zero if the handler returned `Ok` although it had dropped a step. Steps that are not journaled (without a
+    /// reservation, in shadow mode) and steps [within](crate::step::StepBuilder::within) a transaction do not count.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use idem_runtime::{Error, MemoryStore, current, idempotent, observe};
+    /// # async fn quote(_: u32) -> Result<u32, Error> { std::future::pending().await }
+    /// #[idempotent(key = "order:{id}", ttl = "7d", store = store)]
+    /// async fn ship(store: &MemoryStore, id: u32) -> Result<Option<u32>, Error> {
+    ///     let rate = current()?.step("rate").run(async |_| quote(id).await);
+    ///     // The carrier is slow, so the order is shipped without a rate.
+    ///     Ok(tokio::time::timeout(Duration::from_millis(1), rate).await.ok().transpose()?)
+    /// }
+    ///
+    /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+    /// let (shipped, outcome) = observe(ship(&MemoryStore::new(), 42)).await;
+    /// assert_eq!(shipped.unwrap(), None);
+    /// assert_eq!(outcome.steps_in_doubt(), 1);
+    /// assert!(outcome.recorded() && outcome.uncertain());
+    /// # });
+    /// ```
+    pub fn steps_in_doubt(&self) -> u32 {
+        self.steps_in_doubt
     }
 
     /// Returns whether a call of the delivery failed because the store did not answer. Such a delivery says nothing
@@ -168,8 +200,14 @@ impl Outcome {
         }
     }
 
-    /// Computes the outcome of a delivery that made `calls` and returned `returned`.
-    pub(super) fn of_delivery(mut calls: Vec<ObservedCall>, returned: DeliveryResult, budget: Budget) -> Self {
+    /// Computes the outcome of a delivery that made `calls`, left `steps_in_doubt` steps in doubt, and returned
+    /// `returned`.
+    pub(super) fn of_delivery(
+        mut calls: Vec<ObservedCall>,
+        steps_in_doubt: u32,
+        returned: DeliveryResult,
+        budget: Budget,
+    ) -> Self {
         // Calls of an earlier try of a transaction are left out unless the last try repeated them. A transaction that
         // could not begin is kept, because it may begin later.
         calls.retain(|call| call.progress != Progress::None || call.again.is_some());
@@ -184,7 +222,7 @@ impl Outcome {
         }
         let verdict = judge(calls.iter().map(|call| call.standing(budget)), returned);
         let pending_commit = calls.iter().any(ObservedCall::is_pending);
-        let uncertain = calls.iter().any(ObservedCall::uncertain);
+        let uncertain = steps_in_doubt > 0 || calls.iter().any(ObservedCall::uncertain);
         let misconfigured = calls.iter().any(ObservedCall::misconfigured);
         let store_failed = calls.iter().any(ObservedCall::store_failed);
         let is_mismatch = calls.iter().any(ObservedCall::is_mismatch);
@@ -212,7 +250,7 @@ impl Outcome {
             budget.retry(None, Some(pause), call.key.as_ref())
         });
         let (is_last_delivery, delivery) = (budget.is_last(), budget.number());
-        Self { call, disposition, uncommitted, uncertain, store_failed, is_last_delivery, delivery }
+        Self { call, disposition, uncommitted, uncertain, steps_in_doubt, store_failed, is_last_delivery, delivery }
     }
 
     /// Returns the outcome of a delivery that did not begin, and may begin after the time `after`.
@@ -224,6 +262,7 @@ impl Outcome {
             disposition,
             uncommitted: None,
             uncertain: false,
+            steps_in_doubt: 0,
             store_failed: true,
             is_last_delivery: budget.is_last(),
             delivery: budget.number(),

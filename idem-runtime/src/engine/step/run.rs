@@ -89,7 +89,10 @@ where
                 return claim.end::<C, T, E>(&step, &mut tally, value, StepOutcome::Reconciled).await;
             }
             // The entry fences other attempts, which may have asked as well.
-            Ok(Reconciliation::NotDone) => claim.confirm_beginning(&step, &mut tally).await?,
+            Ok(Reconciliation::NotDone) => {
+                claim.confirm_beginning(&step, &mut tally).await?;
+                claim.doubt(false);
+            }
             Ok(Reconciliation::Unknown { ask_again }) => {
                 let problem = StepProblem::Unresolved { attempt, ask_again: ask_again.max(SHORTEST_PAUSE) };
                 return Err(failed(&step, &mut tally, problem).into());
@@ -104,7 +107,9 @@ where
         claim.confirm_beginning(&step, &mut tally).await?;
     }
     let mut tried = 0;
+    let mut is_doubted = claim.is_doubted();
     loop {
+        claim.doubt(true);
         let Some(running) = body(step.clone()) else {
             return Err(failed(&step, &mut tally, StepProblem::AttemptEnded).into());
         };
@@ -115,6 +120,10 @@ where
         };
         tried += 1;
         let is_uncertain = error.as_ref().is_none_or(|error| uncertain.is_uncertain(error));
+        is_doubted |= is_uncertain;
+        if !is_doubted {
+            claim.doubt(false);
+        }
         let leaves_doubt = D::REACTION != Reaction::Rerun && is_uncertain;
         if !leaves_doubt && tried < retries.tries {
             let pause = retries.backoff.after(tried, step.attempt().lease.owner.seed() ^ u64::from(tried));
@@ -406,6 +415,18 @@ impl Claim {
         match &self.stage {
             ClaimStage::InDoubt(entry) => Some(entry.attempt),
             _ => None,
+        }
+    }
+
+    /// Returns whether the effect was in doubt before this body, for the outcome of the delivery.
+    fn is_doubted(&self) -> bool {
+        self.place.as_ref().is_some_and(|place| place.journal.is_in_doubt(&place.entry.name))
+    }
+
+    /// Records whether the effect is in doubt, for the outcome of the delivery.
+    fn doubt(&self, in_doubt: bool) {
+        if let Some(place) = &self.place {
+            place.journal.doubt(&place.entry.name, in_doubt);
         }
     }
 

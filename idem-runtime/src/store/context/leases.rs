@@ -259,14 +259,15 @@ impl Leases {
         failing.map_or_else(no_answer, |failing| failing.error.clone())
     }
 
-    /// Stops the renewal of the lease. Returns the time when the last confirmed reservation or renewal was sent.
-    pub(crate) fn deregister(&self, owner: OwnerToken) -> Option<Instant> {
+    /// Stops the renewal of the lease. Returns the time when the last confirmed reservation or renewal was sent, and
+    /// the number of steps in doubt that the attempt has reached.
+    pub(crate) fn deregister(&self, owner: OwnerToken) -> Option<(Instant, u32)> {
         let entry = self.table.shard_of(owner).remove(&owner)?;
         if entry.lapsed_under_fail(|| self.clock.now()) {
             self.late_writes.ended_late(&entry.lease.key);
         }
         self.metrics.lease_ends();
-        Some(entry.confirmed_at)
+        Some((entry.confirmed_at, entry.journal.map_or(0, |journal| journal.doubts())))
     }
 
     /// Records that the store has confirmed a renewal of the lease of `owner`. Another part of the engine sent this

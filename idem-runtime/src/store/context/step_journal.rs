@@ -1,6 +1,6 @@
 //! The journal of a running attempt: the steps that have ended, and the steps that run.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,6 +34,8 @@ struct Steps {
     confirmed: JournalWriter,
     /// Entries that the store has not confirmed, in the order in which their steps ended.
     unconfirmed: Vec<JournalEntry>,
+    /// Steps that this attempt has reached, and whose effects may have happened although no confirmed entry says so.
+    doubts: BTreeSet<Box<str>>,
     /// Number of entries of this attempt that the store has confirmed.
     done: usize,
     /// Number of entries of this attempt that a write may have brought to the store, at least `done`. These entries
@@ -125,7 +127,10 @@ impl StepJournal {
             Some(JournalEntry { progress: StepProgress::Ended(value), attempt, inputs, .. }) => {
                 StepClaim::Ended { attempt, inputs, value }
             }
-            Some(begun) => StepClaim::InDoubt(begun),
+            Some(begun) => {
+                steps.doubts.insert(name.into());
+                StepClaim::InDoubt(begun)
+            }
             None => match steps.refusal(room, store_limit) {
                 Some(refusal) => return refusal,
                 None => StepClaim::Runs,
@@ -152,6 +157,27 @@ impl StepJournal {
     #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
     pub(crate) fn free_room(&self, name: &str) {
         lock(&self.steps).free_room(name);
+    }
+
+    /// Returns whether the effect of the step `name`, which this attempt has reached, is in doubt.
+    pub(crate) fn is_in_doubt(&self, name: &str) -> bool {
+        lock(&self.steps).doubts.contains(name)
+    }
+
+    /// Records whether the effect of the step `name` is in doubt: from the beginning of its body until the body has
+    /// returned an error that is certain, or the store has confirmed the entry of its end.
+    pub(crate) fn doubt(&self, name: &str, in_doubt: bool) {
+        let doubts = &mut lock(&self.steps).doubts;
+        match in_doubt {
+            true if !doubts.contains(name) => drop(doubts.insert(name.into())),
+            true => {}
+            false => drop(doubts.remove(name)),
+        }
+    }
+
+    /// Returns the number of steps that this attempt has reached, and whose effects are in doubt.
+    pub(crate) fn doubts(&self) -> u32 {
+        u32::try_from(lock(&self.steps).doubts.len()).unwrap_or(u32::MAX)
     }
 
     /// Records that the store has confirmed the entry `begun`: from here on the effect of its step is in doubt.
@@ -277,10 +303,13 @@ impl StepJournal {
 
     /// Records that the store has confirmed `write`.
     pub(crate) fn confirm(&self, write: &JournalWrite) {
-        let Steps { confirmed, unconfirmed, done, .. } = &mut *lock(&self.steps);
+        let Steps { confirmed, unconfirmed, doubts, done, .. } = &mut *lock(&self.steps);
         // Another task may have written these entries meanwhile; see `turn`.
         let count = write.upto.saturating_sub(*done);
         for entry in unconfirmed.drain(..count) {
+            if let StepProgress::Ended(_) = entry.progress {
+                doubts.remove(&entry.name);
+            }
             confirmed.add(&entry);
         }
         *done += count;
