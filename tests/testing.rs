@@ -834,11 +834,11 @@ mod explorer {
     }
 
     /// Counts the steps of a reconciler, until it answers or is dropped.
-    struct Steps<'a>(&'a Bank, u32);
+    struct Steps<'a>(&'a Mutex<Vec<u32>>, u32);
 
     impl Drop for Steps<'_> {
         fn drop(&mut self) {
-            self.0.reached.lock().unwrap().push(self.1);
+            self.0.lock().unwrap().push(self.1);
         }
     }
 
@@ -857,7 +857,7 @@ mod explorer {
     }
 
     async fn find_refund(bank: &Bank, order: u32) -> anyhow::Result<Reconciliation<u32>> {
-        let mut steps = Steps(bank, 0);
+        let mut steps = Steps(&bank.reached, 0);
         bank.worker.checkpoint().await;
         if let NotFound::NotDoneAfterExpiry = bank.not_found {
             tokio::time::sleep(EXPIRY).await;
@@ -891,15 +891,14 @@ mod explorer {
     #[test]
     fn a_reconciler_that_takes_not_found_for_not_done_is_found() {
         let (report, _) = explored(&Explorer::new(), false, NotFound::NotDone);
-        let twice = Problem::NotDoneTooEarly { effect: "refund".into(), times: 2, expected: 1 };
+        let twice = Problem::FalseNotDone { step: None, effect: "refund".into(), times: 2, expected: 1 };
         let found: Vec<_> = report.findings().iter().map(|it| (it.scenario(), it.problem())).collect();
         for scenario in ["late@effect:1", "crash-late@effect:1", "late@effect:1/order:1", "stop@effect:1"] {
             assert!(found.contains(&(scenario, &twice)), "{scenario}: {report}");
         }
         assert!(found.iter().all(|(_, problem)| **problem == twice), "{report}");
         let text = report.to_string();
-        let sentence =
-            "`refund` happened twice, not once: the reconciler answered NotDone while a request was on its way";
+        let sentence = "`refund` happened twice, not once: the reconciler answered NotDone, and an earlier request had";
         assert!(text.contains(sentence), "{text}");
         let (alone, _) = explored(&Explorer::new().only("crash-late@effect:1"), false, NotFound::NotDone);
         assert_eq!(alone.findings().len(), 1);
@@ -985,8 +984,7 @@ mod explorer {
             let found = scenarios(&report, |explorer| explorer.explore(deliver), |it| step_of(it).is_some());
             let problems: Vec<_> = report.findings().iter().map(|it| step_of(it.problem())).collect();
             assert!(problems.iter().all(|it| *it == Some(unkeyed)), "{report}");
-            let sentence =
-                format!("`{unkeyed}` happened twice, not once: step `{unkeyed}` happened twice without its key");
+            let sentence = format!("`{unkeyed}` happened twice, not once: step `{unkeyed}` ran again without its key");
             assert!(report.to_string().contains(&sentence), "{report}");
             // The step runs again if its attempt ends between the effect and the journal entry, however it ends.
             let effect = 1 + ["charge", "reserve", "book"].iter().position(|it| *it == unkeyed).unwrap();
@@ -1065,13 +1063,12 @@ mod explorer {
                 let alone = explored(Explorer::new().only(format!("{cut}@await:{}", at + 1)));
                 alone.assert_once();
                 let ran = std::mem::take(&mut *ran.lock().unwrap());
-                // The explorer first plays the scenarios without a fault and those that show the steps of the effects.
+                // The explorer first plays the scenario without a fault.
                 let recorded = place.contains("`finish`") && place.starts_with("after");
                 let second = if recorded { 4..4 } else { 1 + journaled..4 };
                 let expected: Vec<u32> = (1..=begun).chain(second).collect();
                 assert!(ran.ends_with(&expected), "{cut} {place}: {expected:?} in {ran:?}");
-                let before = &ran[..ran.len() - expected.len()];
-                assert!(before.ends_with(&[1, 2, 3]), "{cut} {place}: {expected:?} in {ran:?}");
+                assert_eq!(ran[..ran.len() - expected.len()], [1, 2, 3], "{cut} {place}: {expected:?} in {ran:?}");
             }
         }
     }
@@ -1092,6 +1089,7 @@ mod explorer {
             let found = found!(is_repeated, deliver);
             let report = explore(deliver);
             assert!(report.findings().iter().all(|it| is_repeated(it.problem())), "{report}");
+            assert!(report.to_string().contains("`charge` happened twice, not once, outside of a step"), "{report}");
             // The journal entry of the step after the charge prevents no repetition.
             assert_eq!(found.contains("crash@store:2"), !asks, "{found:?}");
         }
@@ -1103,8 +1101,7 @@ mod explorer {
         let book = |n: u32| {
             let (app, step) = (Arc::clone(app), attempt.step(("book", n)));
             async move {
-                let name = format!("parcel {n}");
-                step.run(async |step| anyhow::Ok(app.effect(&name, (n != 2).then(|| step.child_key())).await?)).await
+                step.run(async |step| anyhow::Ok(app.effect("parcel", (n != 2).then(|| step.child_key())).await?)).await
             }
         };
         if together {
@@ -1138,8 +1135,243 @@ mod explorer {
     }
 
     #[test]
-    fn an_effect_of_two_steps_is_found_without_a_step() {
-        found!(is_repeated, |worker| async move { one_name_for_two_effects(&App::new(worker), 42).await });
+    fn an_effect_of_two_steps_is_found_in_the_step_that_ran_again() {
+        let report = explore(|worker| async move { one_name_for_two_effects(&App::new(worker), 42).await });
+        let steps: BTreeSet<_> = report.findings().iter().map(|it| step_of(it.problem())).collect();
+        assert_eq!(steps, BTreeSet::from([Some("mail[1]"), Some("mail[2]")]), "{report}");
+        assert!(
+            report.to_string().contains("`mail` happened 3 times, not twice: step `mail[1]` ran again"),
+            "{report}"
+        );
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = worker.store(), scope = "shop::fulfil")]
+    async fn fulfil_of_the_documents(worker: &Worker, order: u32) -> Result<u32, Error> {
+        let attempt = current()?;
+        let charge = worker.effect("charge order 42");
+        attempt
+            .step("charge")
+            .run(async |step| charge.key(step.child_key()).await.map_err(|_| Error::NoAttempt))
+            .await?;
+        let parcel = worker.effect("parcel of order 42");
+        attempt.step("book").run(async |_| parcel.await.map_err(|_| Error::NoAttempt)).await?;
+        Ok(order)
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = worker.store(), scope = "charge")]
+    async fn charge_of_the_documents(worker: &Worker, order: u32) -> std::io::Result<u32> {
+        worker.effect("charge 42").await.map_err(std::io::Error::other)?;
+        Ok(order)
+    }
+
+    #[test]
+    fn the_reports_in_the_documents_are_those_of_explore() {
+        let of_steps = explore(|worker| async move { fulfil_of_the_documents(&worker, 42).await });
+        let of_guide = explore(|worker| async move { charge_of_the_documents(&worker, 42).await });
+        let steps = include_str!("../docs/steps.md");
+        let guide = include_str!("../docs/guide.md");
+        for (report, document) in [(of_steps, steps), (of_guide, guide)] {
+            let shown = document.split("```text\nEFFECT REPEATED").nth(1).unwrap().split("```").next().unwrap();
+            assert!(report.to_string().contains(&format!("EFFECT REPEATED{shown}")), "{report}");
+        }
+    }
+
+    // ---- Steps in doubt --------------------------------------------------------------------------------------------
+
+    /// Mistake in a handler whose steps may be in doubt.
+    #[derive(Clone, Copy, PartialEq, Eq)]
+    enum StepMistake {
+        /// The handler is right.
+        None,
+        /// The reconciler asks the carrier while the carrier may still accept an earlier request.
+        AsksTooEarly,
+        /// The reconciler does not ask.
+        AsksNever,
+        /// The errors of the two bodies count as certain.
+        CertainErrors,
+        /// The letter is sent before its step.
+        OutsideOfStep,
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn ship(app: &App, order: u32, mistake: StepMistake, reached: &Mutex<Vec<u32>>) -> anyhow::Result<String> {
+        let attempt = current()?;
+        app.step("charge", true).await?;
+        let is_uncertain = |_: &anyhow::Error| mistake != StepMistake::CertainErrors;
+        let book = attempt.step("book").reconcile(async |_| find_parcel(app, order, mistake, reached).await);
+        let book = book.uncertain_errors_if(is_uncertain).run(async |_| {
+            app.worker.effect("parcel").expires_after(EXPIRY).await?;
+            Ok(format!("parcel of order {order}"))
+        });
+        let parcel = book.await?;
+        if mistake == StepMistake::OutsideOfStep {
+            app.effect("letter", None).await?;
+        }
+        let letter = attempt.step("letter").irreversible().uncertain_errors_if(is_uncertain).fail();
+        letter
+            .run(async |_| match mistake {
+                StepMistake::OutsideOfStep => Ok(()),
+                _ => anyhow::Ok(app.effect("letter", None).await?),
+            })
+            .await?;
+        Ok(parcel)
+    }
+
+    async fn find_parcel(
+        app: &App,
+        order: u32,
+        mistake: StepMistake,
+        reached: &Mutex<Vec<u32>>,
+    ) -> anyhow::Result<Reconciliation<String>> {
+        let mut steps = Steps(reached, 0);
+        app.worker.checkpoint().await;
+        if mistake != StepMistake::AsksTooEarly {
+            tokio::time::sleep(EXPIRY).await;
+        }
+        steps.1 = 1;
+        let found = mistake != StepMistake::AsksNever && app.worker.happened("parcel").await?;
+        steps.1 = 2;
+        app.worker.checkpoint().await;
+        steps.1 = 3;
+        Ok(if found { Reconciliation::Done(format!("parcel of order {order}")) } else { Reconciliation::NotDone })
+    }
+
+    /// Explores a shipment. Also returns the numbers of steps that the reconcilers of `book` have reached.
+    fn shipped(explorer: &Explorer, mistake: StepMistake) -> (Report, Vec<u32>) {
+        let reached: Arc<Mutex<Vec<u32>>> = Arc::default();
+        let report = explorer.explore({
+            let reached = Arc::clone(&reached);
+            move |worker| {
+                let reached = Arc::clone(&reached);
+                async move { ship(&App::new(worker), 42, mistake, &reached).await }
+            }
+        });
+        let reached = std::mem::take(&mut *reached.lock().unwrap());
+        (report, reached)
+    }
+
+    /// Explores a shipment with a mistake, and checks that each finding is this kind of problem. Returns the report.
+    fn found_in_shipment(mistake: StepMistake, is: fn(&Problem) -> bool) -> Report {
+        let (report, _) = shipped(&Explorer::new(), mistake);
+        let found = scenarios(&report, |explorer| shipped(&explorer, mistake).0, is);
+        assert!(!found.is_empty() && report.findings().iter().all(|it| is(it.problem())), "{report}");
+        report
+    }
+
+    #[test]
+    fn a_handler_with_steps_under_fail_and_reconcile_passes() {
+        let (report, reached) = shipped(&Explorer::new(), StepMistake::None);
+        report.assert_once();
+        let killed = [0, 1, 2].map(|step| reached.iter().filter(|it| **it == step).count());
+        // Each of these leaves the parcel in doubt: the crash, the two lost messages, and the two late requests, in two
+        // orders each. In each of these scenarios, the delivery is cancelled or killed at each await of the reconciler:
+        // at the first checkpoint and in the sleep, in the question, which has two awaits, and at the last checkpoint.
+        assert_eq!(killed, [7 * 2 * 2, 7 * 2 * 2, 7 * 2], "{report}");
+    }
+
+    #[test]
+    fn a_step_whose_reconciler_asks_too_early_is_found_by_its_name() {
+        let is = |it: &Problem| matches!(it, Problem::FalseNotDone { step: Some(step), .. } if step == "book");
+        let report = found_in_shipment(StepMistake::AsksTooEarly, is);
+        let found: BTreeSet<_> = report.findings().iter().map(|it| it.scenario()).collect();
+        for scenario in ["late@effect:2", "crash-late@effect:2", "late@effect:2/order:1", "stop@effect:2"] {
+            assert!(found.contains(scenario), "{scenario}: {report}");
+        }
+        assert!(!found.contains("crash@effect:2"), "{report}");
+        let sentence = "EFFECT REPEATED: `parcel` happened twice, not once: the reconciler of step `book` answered NotDone, \
+                        and an earlier request had its effect";
+        assert!(report.to_string().contains(sentence), "{report}");
+        let (alone, _) = shipped(&Explorer::new().only("crash-late@effect:2"), StepMistake::AsksTooEarly);
+        assert!(alone.to_string().contains("as attempt 2, after step `charge`, with step `book` in doubt"), "{alone}");
+    }
+
+    #[test]
+    fn a_step_whose_reconciler_does_not_ask_is_found_by_its_name() {
+        let is = |it: &Problem| matches!(it, Problem::FalseNotDone { step: Some(step), .. } if step == "book");
+        let report = found_in_shipment(StepMistake::AsksNever, is);
+        assert!(report.findings().iter().any(|it| it.scenario() == "crash@effect:2"), "{report}");
+    }
+
+    #[test]
+    fn an_uncertain_error_that_a_step_takes_for_certain_is_found() {
+        let is = |it: &Problem| matches!(it, Problem::CertainError { .. });
+        let report = found_in_shipment(StepMistake::CertainErrors, is);
+        for (effect, step) in [("parcel", "book"), ("letter", "letter")] {
+            let sentence = format!(
+                "`{effect}` happened twice, not once: the body of step `{step}` returned an error that counts as certain"
+            );
+            assert!(report.to_string().contains(&sentence), "{report}");
+        }
+        let found: BTreeSet<_> = report.findings().iter().map(|it| it.scenario()).collect();
+        for effect in [2, 3] {
+            assert!(found.contains(&*format!("late@effect:{effect}")), "{report}");
+            assert!(found.contains(&*format!("answer-lost@effect:{effect}")), "{report}");
+            assert!(!found.contains(&*format!("request-lost@effect:{effect}")), "{report}");
+        }
+    }
+
+    #[test]
+    fn an_effect_before_its_step_under_fail_is_found() {
+        let is =
+            |it: &Problem| matches!(it, Problem::Repeated { effect, outside_of_steps: true, .. } if effect == "letter");
+        let report = found_in_shipment(StepMistake::OutsideOfStep, is);
+        assert!(report.to_string().contains("`letter` happened twice, not once, outside of a step"), "{report}");
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn two_letters_in_a_step(app: &App, order: u32) -> anyhow::Result<u32> {
+        let letters = current()?.step("letters").irreversible().fail();
+        letters
+            .run(async |_| {
+                app.effect("letter", None).await?;
+                anyhow::Ok(app.effect("copy", None).await?)
+            })
+            .await?;
+        Ok(order)
+    }
+
+    #[test]
+    fn a_step_under_fail_with_two_effects_is_found() {
+        let deliver = |worker| async move { two_letters_in_a_step(&App::new(worker), 42).await };
+        let found = found!(|it| *it == Problem::SetAside, deliver);
+        // No decision is true after the first of two effects.
+        assert!(found.contains("crash@effect:1") && !found.contains("crash@effect:2"), "{found:?}");
+        let alone = Explorer::new().only("crash@effect:1").explore(deliver).to_string();
+        assert!(alone.contains("the operator can't decide about step `letters`"), "{alone}");
+    }
+
+    #[idempotent(key = "order:{order}", ttl = "7d", store = app.store)]
+    async fn expects_to_send(app: &App, order: u32) -> anyhow::Result<u32> {
+        let mut is_sent = false;
+        let letter = current()?.step("letter").irreversible().fail();
+        letter
+            .run(async |_| {
+                is_sent = true;
+                anyhow::Ok(app.effect("letter", None).await?)
+            })
+            .await?;
+        if !is_sent {
+            app.effect("an operator has sent the letter", None).await?;
+        }
+        Ok(order)
+    }
+
+    #[test]
+    fn the_story_of_a_step_in_doubt_shows_the_decision_of_the_operator() {
+        let explorer = Explorer::new().only("crash@effect:1");
+        let report = explorer.explore(|worker| async move { expects_to_send(&App::new(worker), 42).await });
+        let story = report.to_string();
+        for line in [
+            "the beginning of step `letter` is journaled (worker 1, attempt 1)",
+            "effect `letter` happens (worker 1, attempt 1, step `letter`)",
+            "as attempt 2, with step `letter` in doubt",
+            "the operator decides about step `letter` of ",
+            ": its effect has happened",
+            ": the message, which was set aside, to worker 3",
+            "effect `an operator has sent the letter` happens (worker 3, attempt 3)",
+        ] {
+            assert!(story.contains(line), "{line}: {story}");
+        }
     }
 
     // ---- The scenarios ---------------------------------------------------------------------------------------------
@@ -1212,7 +1444,7 @@ mod explorer {
         let found = |scenario| report.findings().iter().any(|it| it.scenario() == scenario);
         assert!(!found("cancel@await:3"), "nothing has happened at await 3");
         assert!(found("cancel@await:3/crash@await:4"), "the scenario at await 4 of the next delivery is found");
-        let thrice = Problem::Repeated { effect: "charge".into(), times: 3, expected: 1 };
+        let thrice = Problem::Repeated { effect: "charge".into(), times: 3, expected: 1, outside_of_steps: false };
         assert!(report.findings().iter().any(|it| *it.problem() == thrice));
     }
 

@@ -62,6 +62,8 @@ pub use self::step::{
     Always, AskDoubt, FailOnDoubt, Irreversible, Never, Reaction, ReconcileOnDoubt, RerunOnDoubt, RetriedStep, Step,
     StepBuilder, StepDoubt, StepName, UncertainIf,
 };
+#[cfg(feature = "testing")]
+pub(crate) use self::step::{InsideStep, polled_step};
 use crate::codec::{Codec, Json};
 use crate::error::Error;
 use crate::key::{Fingerprint, FingerprintError, Key, KeyError};

@@ -14,11 +14,11 @@ use serde::Serialize;
 
 use super::problem::Problem;
 use super::report::Report;
-use super::run::Run;
+use super::run::{PlainFacts, Run};
 use super::scenario::{Cut, Duplicate, Point, Scenario};
 use super::simulation::{Simulation, Task};
-use super::steps::step_of_each_effect;
 use super::worker::{SLOWER, Worker, World};
+use super::{effects, operator};
 use crate::clock::Clock;
 use crate::engine::{Observe, Outcome, Refusal};
 use crate::error::Disposition;
@@ -37,6 +37,8 @@ const PATIENCE: Duration = Duration::from_secs(3600);
 /// Largest number of polls that all tasks of a scenario together may make. A scenario that reaches this number is
 /// stopped as stuck.
 const POLLS: u64 = 1_000_000;
+/// Largest number of times that the operator of a scenario decides about steps in doubt.
+const DECISIONS: u32 = 3;
 /// Simulated time that follows the last delivery, for late writes and for tasks that the handler has spawned.
 const SETTLE: Duration = Duration::from_secs(600);
 /// Lease that the explorer assumes if no lease of the handler is longer. The explorer derives outages of the store,
@@ -221,6 +223,9 @@ impl Explorer {
 
     /// Checks that effects happen at most once, for `on_crash = fail`: no effect may happen more often than in the
     /// plain run. An effect may be missing if the message was set aside, so that an operator can decide.
+    ///
+    /// A handler whose only doubts are those of its [steps](crate::Attempt::step) needs no such check: the operator of
+    /// a scenario decides about each step in doubt, and the message is delivered again.
     pub fn at_most_once(mut self) -> Self {
         self.at_most_once = true;
         self
@@ -298,29 +303,24 @@ impl Explorer {
             })
         });
         // The plain run collects the points at which faults can happen, and the effects to expect.
-        let plain = self.run(Scenario::PLAIN, LEASE, &deliver);
+        let unknown = Rc::new(PlainFacts { lease: LEASE, ..PlainFacts::default() });
+        let plain = self.run(Scenario::PLAIN, &unknown, &deliver);
+        let facts = Rc::new(plain.facts());
         let mut report = Report::new(self.at_most_once, &plain);
         report.judge(&plain, self.at_most_once);
         if plain.effects.is_empty() {
             report.add(&plain, Problem::NothingCounted);
-        }
-        if !plain.steps.is_empty() {
-            let appends: Vec<_> = (1..).zip(&plain.store_calls).filter(|(_, call)| *call == "append").collect();
-            let appends: Vec<usize> = appends.into_iter().map(|(n, _)| n).collect();
-            let scenarios = Scenario::about_steps(plain.effect_calls.len(), &appends);
-            let runs: Vec<_> = scenarios.map(|scenario| self.run(scenario, plain.lease, &deliver)).collect();
-            report.set_steps(step_of_each_effect(&plain, &runs));
         }
         let awaits = plain.awaits.len();
         let mut scenarios = Scenario::all(awaits, plain.store_calls.len(), plain.effect_calls.len(), self.orders);
         if self.twice {
             scenarios.extend(Scenario::twice(awaits));
         }
-        // A delivery that asks its reconciler is cut at each of its awaits. Only a run of its scenario shows them.
-        let leaves_doubt = |scenario: &Scenario| plain.reconciles && scenario.leaves_doubt();
+        // A delivery that finds an effect in doubt is cut at each of its awaits. Only a run of its scenario shows them.
+        let leaves_doubt = |scenario: &Scenario| plain.leaves_doubts && scenario.leaves_doubt();
         let doubting: Vec<Scenario> = scenarios.iter().copied().filter(leaves_doubt).collect();
         for scenario in doubting {
-            let run = self.run(scenario, plain.lease, &deliver);
+            let run = self.run(scenario, &facts, &deliver);
             scenarios.extend(scenario.cut_again(run.awaits_in_doubt));
         }
         // With `only`, the report contains the run of this scenario alone.
@@ -332,7 +332,7 @@ impl Explorer {
                 panic!("there is no scenario `{only}` for a handler with {}", report.size());
             };
             report.clear();
-            let run = self.run(scenario, plain.lease, &deliver);
+            let run = self.run(scenario, &facts, &deliver);
             report.judge(&run, self.at_most_once);
             return report;
         }
@@ -342,22 +342,24 @@ impl Explorer {
         report.left_out = scenarios.len().saturating_sub(limit);
         report.incomplete = report.left_out > 0 && self.max_scenarios.is_none();
         for scenario in scenarios.into_iter().take(limit) {
-            let run = self.run(scenario, plain.lease, &deliver);
+            let run = self.run(scenario, &facts, &deliver);
             report.judge(&run, self.at_most_once);
         }
         report
     }
 
-    fn run(&self, scenario: Scenario, lease: Duration, deliver: &Deliver) -> Run {
+    fn run(&self, scenario: Scenario, plain: &Rc<PlainFacts>, deliver: &Deliver) -> Run {
         let simulation = Rc::new(Simulation::new(self.seed.wrapping_add(u64::from(scenario.order))));
         let late = match scenario.duplicate {
             Duplicate::Late => self.redelivered_within,
             _ => Duration::ZERO,
         };
         simulation.limit_polls(POLLS);
-        simulation.limit_time(late.saturating_add(self.patience.max(lease * DELIVERIES)).saturating_add(SETTLE));
+        let patience = self.patience.max(plain.lease * DELIVERIES);
+        simulation.limit_time(late.saturating_add(patience).saturating_add(SETTLE * (1 + DECISIONS)));
         let scene = Rc::new(Scene {
-            world: World::new(simulation.clock(), scenario, lease),
+            world: World::new(simulation.clock(), scenario, plain.lease),
+            plain: Rc::clone(plain),
             simulation: Rc::clone(&simulation),
             scenario,
             deliver: Rc::clone(deliver),
@@ -373,18 +375,15 @@ impl Explorer {
         }
         let mut known = scene.known.take();
         known.problems.append(&mut lock(&scene.world.state).problems);
-        let (effects, too_early) = (scene.world.effects(), scene.world.too_early());
         let mut state = lock(&scene.world.state);
         Run {
             scenario: scenario.to_string(),
             awaits: known.awaits,
             store_calls: std::mem::take(&mut state.store_calls),
             effect_calls: std::mem::take(&mut state.effect_calls),
-            effects,
-            too_early,
-            steps: std::mem::take(&mut state.steps),
-            later: std::mem::take(&mut state.later),
-            reconciles: state.reconciles,
+            effects: effects::count(&state.effects),
+            step_values: std::mem::take(&mut state.step_values),
+            leaves_doubts: state.leaves_doubts,
             awaits_in_doubt: known.awaits_in_doubt,
             values: known.values,
             set_aside: known.set_aside,
@@ -401,6 +400,7 @@ type Deliver = Rc<dyn Fn(Worker) -> Pin<Box<dyn Future<Output = DeliveryAnswer>>
 struct Scene {
     simulation: Rc<Simulation>,
     world: Arc<World>,
+    plain: Rc<PlainFacts>,
     scenario: Scenario,
     deliver: Deliver,
     duplicates: u32,
@@ -473,6 +473,15 @@ impl Scene {
         }
         self.world.arrive_at_last();
         self.world.clock().sleep(SETTLE).await;
+        for _ in 0..DECISIONS {
+            if !self.known.borrow().set_aside || !operator::decide_steps(&self.world, &self.plain).await {
+                return;
+            }
+            self.known.borrow_mut().set_aside = false;
+            self.start("the message, which was set aside,", self.world.worker(), CutSelection::No);
+            self.all_ended().await;
+            self.world.clock().sleep(SETTLE).await;
+        }
     }
 
     async fn all_ended(&self) {
@@ -571,7 +580,7 @@ impl Scene {
             Err(panic) => return self.panicked(number, &*panic),
         };
         let mut awaits = 0;
-        let reconciliations = self.world.reconciliations();
+        let doubts = self.world.doubts();
         loop {
             let mut dead = pin!(worker.dead());
             // Polls the delivery until it ends, its worker dies, or the delivery reaches the point of its cut.
@@ -590,7 +599,7 @@ impl Scene {
                     Err(panic) => return Poll::Ready(Step::Ended(self.panicked(number, &*panic))),
                     Ok(Poll::Pending) => awaits += 1,
                 }
-                if self.world.reconciliations() > reconciliations {
+                if self.world.doubts() > doubts {
                     let mut known = self.known.borrow_mut();
                     known.awaits_in_doubt = known.awaits_in_doubt.max(awaits);
                 }

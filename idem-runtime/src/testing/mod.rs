@@ -110,20 +110,33 @@
 //! let report = explore(|worker| async move { fulfil(&worker, 42, false).await });
 //! let is_named = |it: &Problem| matches!(it, Problem::StepRepeated { step, .. } if step == "book");
 //! assert!(report.findings().iter().all(|finding| is_named(finding.problem())));
-//! assert!(report.to_string().contains("step `book` happened twice without its key"));
+//! assert!(report.to_string().contains("step `book` ran again without its key"));
 //! ```
 //!
-//! The explorer finds the step of an effect by experiment: the value of this step, and of no other one, keeps the next
-//! attempt from requesting the effect. So give each effect its own name. A finding about an effect that the handler
-//! requests several times, or that several steps explain, is [`Problem::Repeated`].
+//! An effect belongs to the step whose body or reconciler first polls it, also among concurrent steps. An effect in a
+//! task that the body of a step spawns belongs to no step.
+//!
+//! A step with [`fail`](crate::step::StepBuilder::fail) or [`reconcile`](crate::step::StepBuilder::reconcile) that was
+//! cut off is [in doubt](crate::Outcome::steps_in_doubt):
+//!
+//! - *Reconciler.* The next delivery asks the reconciler of the step, and the scenarios of [reconcilers](#reconcilers)
+//!   apply to it.
+//! - *Operator.* Under `fail`, the message is set aside. The operator of the scenario waits until no request is on its
+//!   way, and decides by the effects that have happened: the step is done, with its value of the plain run, or it is
+//!   not done. Then the message is delivered again. So a right handler makes each effect exactly once, and needs no
+//!   option. If a step with several effects was cut off between them, no decision is true: the message stays set
+//!   aside, which is a finding.
+//! - *Certain errors.* An error of the body that counts as certain lets the step run again. If the effect had happened,
+//!   or its request was on its way, the step needs `uncertain_errors` ([`Problem::CertainError`]).
+//! - *Outside of a step.* An effect before or after its step is not protected by the step ([`Problem::Repeated`]).
 //!
 //! # Reconcilers
 //!
-//! If an effect is in doubt, the next delivery asks the [reconciler](crate::Reconciliation) of the handler. The
-//! reconciler asks your fake, which asks [`Worker::happened`]. After each scenario in which an effect is in doubt, the
-//! explorer also cancels and kills the delivery that asks, at each of its awaits (`/cancel@await:n`, `/crash@await:n`).
-//! A reconciler that answers [`NotDone`](crate::Reconciliation::NotDone) while a request is on its way is a finding
-//! ([`Problem::NotDoneTooEarly`]):
+//! If an effect is in doubt, the next delivery asks the [reconciler](crate::Reconciliation) of the handler, or of the
+//! step. The reconciler asks your fake, which asks [`Worker::happened`]. After each scenario in which an effect is in
+//! doubt, the explorer also cancels and kills the delivery that asks, at each of its awaits (`/cancel@await:n`,
+//! `/crash@await:n`). A reconciler that answers [`NotDone`](crate::Reconciliation::NotDone) after the effect, or while
+//! a request is on its way, is a finding ([`Problem::FalseNotDone`]):
 //!
 //! ```
 //! use idem_runtime::testing::{Explorer, NoAnswer, Problem, Worker};
@@ -165,12 +178,12 @@
 //! };
 //! explore(true).assert_once();
 //! let report = explore(false);
-//! assert!(report.findings().iter().any(|it| matches!(it.problem(), Problem::NotDoneTooEarly { times: 2, .. })));
+//! assert!(report.findings().iter().any(|it| matches!(it.problem(), Problem::FalseNotDone { times: 2, .. })));
 //! println!("{report}");
 //! ```
 //!
-//! A reconciler that answers [`Unknown`](crate::Reconciliation::Unknown) leaves some effects to an operator. Explore
-//! its handler with [`Explorer::at_most_once`].
+//! A reconciler of a handler that answers [`Unknown`](crate::Reconciliation::Unknown) leaves some effects to an
+//! operator. Explore its handler with [`Explorer::at_most_once`].
 //!
 //! # Expectations
 //!
@@ -178,7 +191,7 @@
 //!   happens once for each key. With [`Explorer::at_most_once`], for `on_crash = fail`, an effect may also be missing
 //!   if the message was set aside.
 //! - The message and each duplicate are acknowledged in the end. The message is set aside only if the plain run sets it
-//!   aside too.
+//!   aside too, or until an operator has decided about its steps in doubt.
 //! - All deliveries get the same result.
 //! - No task panics, waits forever or spins.
 //!
@@ -195,16 +208,20 @@
 //!
 //! # Limits
 //!
-//! A scenario has one fault, which hits the first worker. Only the delivery that asks a reconciler is cut as a second
-//! one ([`Explorer::twice`] cuts two deliveries of every handler). Other combinations of faults are not covered. No
-//! fault hits the awaits of tasks that your handler spawns, but faults hit the effects and store calls of such tasks.
-//! The results are only as good as your fakes. A crash is simulated inside of this process: the values of a killed
-//! handler are dropped, so their `Drop` runs. The store never loses records, unlike a Redis in a failover.
+//! A scenario has one fault, which hits the first worker. Only the delivery that finds an effect in doubt is cut as a
+//! second one ([`Explorer::twice`] cuts two deliveries of every handler). Other combinations of faults are not
+//! covered. No fault hits the awaits of tasks that your handler spawns, but faults hit the effects and store calls of
+//! such tasks. The results are only as good as your fakes. A crash is simulated inside of this process: the values of
+//! a killed handler are dropped, so their `Drop` runs. The store never loses records, unlike a Redis in a failover.
 
 mod crash;
 #[cfg(feature = "testing")]
+mod effects;
+#[cfg(feature = "testing")]
 mod explorer;
 mod faulty;
+#[cfg(feature = "testing")]
+mod operator;
 #[cfg(feature = "testing")]
 mod problem;
 #[cfg(feature = "testing")]
@@ -217,8 +234,6 @@ mod run;
 mod scenario;
 #[cfg(feature = "testing")]
 mod simulation;
-#[cfg(feature = "testing")]
-mod steps;
 #[cfg(feature = "testing")]
 mod tasks;
 #[cfg(feature = "testing")]

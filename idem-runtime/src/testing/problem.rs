@@ -48,6 +48,8 @@ pub enum Problem {
         times: usize,
         /// Number of times that the effect happened in the plain run.
         expected: usize,
+        /// True if the handler has steps, and the effect happened outside of them.
+        outside_of_steps: bool,
     },
     /// An effect of a step happened more often than in the plain run: the step was cut off between the effect and its
     /// journal entry, so the next attempt ran the step again, and the request had no key by which the other service
@@ -62,9 +64,24 @@ pub enum Problem {
         /// Number of times that the effect happened in the plain run.
         expected: usize,
     },
-    /// An effect happened again, because a reconciler answered
-    /// [`NotDone`](crate::Reconciliation::NotDone) while a request for the effect was on its way.
-    NotDoneTooEarly {
+    /// An effect of a step with `.fail()` or `.reconcile(…)` happened again, because an earlier body of the step had
+    /// returned an error that counts as certain, although the effect had happened, or its request was on its way. See
+    /// [`StepBuilder::uncertain_errors`](crate::step::StepBuilder::uncertain_errors).
+    CertainError {
+        /// Name of the step.
+        step: String,
+        /// Name of the effect.
+        effect: String,
+        /// Number of times that the effect happened.
+        times: usize,
+        /// Number of times that the effect happened in the plain run.
+        expected: usize,
+    },
+    /// An effect happened again, because a reconciler answered [`NotDone`](crate::Reconciliation::NotDone), although
+    /// the effect had happened, or its request was on its way.
+    FalseNotDone {
+        /// Name of the step whose reconciler answered; `None` for the reconciler of the handler.
+        step: Option<String>,
         /// Name of the effect.
         effect: String,
         /// Number of times that the effect happened.
@@ -111,9 +128,14 @@ impl Problem {
     pub(super) fn is_like(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Repeated { effect, .. }, Self::Repeated { effect: other, .. })
-            | (Self::StepRepeated { effect, .. }, Self::StepRepeated { effect: other, .. })
-            | (Self::NotDoneTooEarly { effect, .. }, Self::NotDoneTooEarly { effect: other, .. })
             | (Self::Missing { effect, .. }, Self::Missing { effect: other, .. }) => effect == other,
+            (Self::StepRepeated { step, effect, .. }, Self::StepRepeated { step: in_step, effect: other, .. })
+            | (Self::CertainError { step, effect, .. }, Self::CertainError { step: in_step, effect: other, .. }) => {
+                (step, effect) == (in_step, other)
+            }
+            (Self::FalseNotDone { step, effect, .. }, Self::FalseNotDone { step: in_step, effect: other, .. }) => {
+                (step, effect) == (in_step, other)
+            }
             _ => self == other,
         }
     }
@@ -122,23 +144,23 @@ impl Problem {
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Repeated { effect, times, expected } => {
-                write!(f, "EFFECT REPEATED: `{effect}` happened {}, not {}", often(*times), often(*expected))
+            Self::Repeated { effect, times, expected, outside_of_steps } => {
+                f.write_str(&repeated(effect, *times, *expected))?;
+                f.write_str(if *outside_of_steps { ", outside of a step" } else { "" })
             }
-            Self::StepRepeated { step, effect, times, expected } => write!(
+            Self::StepRepeated { step, effect, times, expected } => {
+                write!(f, "{}: step `{step}` ran again without its key", repeated(effect, *times, *expected))
+            }
+            Self::CertainError { step, effect, times, expected } => write!(
                 f,
-                "EFFECT REPEATED: `{effect}` happened {}, not {}: step `{step}` happened {} without its key",
-                often(*times),
-                often(*expected),
-                often(*times)
+                "{}: the body of step `{step}` returned an error that counts as certain",
+                repeated(effect, *times, *expected)
             ),
-            Self::NotDoneTooEarly { effect, times, expected } => write!(
-                f,
-                "EFFECT REPEATED: `{effect}` happened {}, not {}: the reconciler answered NotDone while a request was on \
-                 its way",
-                often(*times),
-                often(*expected)
-            ),
+            Self::FalseNotDone { step, effect, times, expected } => {
+                let of_step = step.as_ref().map_or_else(String::new, |step| format!(" of step `{step}`"));
+                let repeated = repeated(effect, *times, *expected);
+                write!(f, "{repeated}: the reconciler{of_step} answered NotDone, and an earlier request had its effect")
+            }
             Self::Missing { effect, times, expected } => {
                 write!(f, "EFFECT MISSING: `{effect}` happened {}, not {}", often(*times), often(*expected))
             }
@@ -155,7 +177,11 @@ impl fmt::Display for Problem {
     }
 }
 
-pub(super) fn often(times: usize) -> String {
+fn repeated(effect: &str, times: usize, expected: usize) -> String {
+    format!("EFFECT REPEATED: `{effect}` happened {}, not {}", often(times), often(expected))
+}
+
+fn often(times: usize) -> String {
     match times {
         0 => "never".to_owned(),
         1 => "once".to_owned(),

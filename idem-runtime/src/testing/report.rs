@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use super::effects::{EffectCount, EffectPlace, RepetitionCause, totals};
 use super::problem::{Finding, Problem};
 use super::run::Run;
 
@@ -16,11 +17,11 @@ pub struct Report {
     awaits: Vec<String>,
     store_calls: Vec<String>,
     effect_calls: Vec<String>,
-    /// Number of times that each effect happened in the plain run.
-    expected: BTreeMap<String, usize>,
+    /// Number of times that each effect happened in each place of the plain run.
+    expected: BTreeMap<EffectPlace, EffectCount>,
     set_aside: bool,
-    /// Step of each effect that happens in a step.
-    steps: BTreeMap<String, String>,
+    /// Number of steps of the handler.
+    steps: usize,
     findings: Vec<Finding>,
     pub(super) left_out: usize,
     pub(super) incomplete: bool,
@@ -36,7 +37,7 @@ impl Report {
             effect_calls: plain.effect_calls.clone(),
             expected: plain.effects.clone(),
             set_aside: plain.set_aside,
-            steps: BTreeMap::new(),
+            steps: plain.step_values.len(),
             findings: Vec::new(),
             left_out: 0,
             incomplete: false,
@@ -102,11 +103,6 @@ impl Report {
         self.findings.push(run.finding(problem));
     }
 
-    /// Sets the step of each effect that happens in a step.
-    pub(super) fn set_steps(&mut self, steps: BTreeMap<String, String>) {
-        self.steps = steps;
-    }
-
     /// Adds the differences between `run` and the plain run to the findings.
     pub(super) fn judge(&mut self, run: &Run, at_most_once: bool) {
         self.scenarios += 1;
@@ -114,21 +110,18 @@ impl Report {
             self.add(run, problem.clone());
         }
         let mut problems = Vec::new();
-        for (effect, &times) in &run.effects {
-            let expected = self.expected.get(effect).copied().unwrap_or_default();
-            if times > expected {
-                let effect = effect.clone();
-                problems.push(match self.steps.get(&effect) {
-                    _ if run.too_early.contains(&effect) => Problem::NotDoneTooEarly { effect, times, expected },
-                    Some(step) => Problem::StepRepeated { step: step.clone(), effect, times, expected },
-                    None => Problem::Repeated { effect, times, expected },
-                });
+        let (times, expected) = (totals(&run.effects), totals(&self.expected));
+        for (place @ (effect, step), happened) in &run.effects {
+            let times = (times[&**effect], expected.get(&**effect).copied().unwrap_or_default());
+            let expected_here = self.expected.get(place).map_or(0, |expected| expected.times);
+            if times.0 > times.1 && happened.times > expected_here {
+                problems.push(self.repetition(effect, step.as_ref(), times, happened.cause));
             }
         }
-        for (effect, &expected) in &self.expected {
-            let times = run.effects.get(effect).copied().unwrap_or_default();
+        for (effect, expected) in expected {
+            let times = times.get(effect).copied().unwrap_or_default();
             if times < expected && !(at_most_once && run.set_aside) {
-                problems.push(Problem::Missing { effect: effect.clone(), times, expected });
+                problems.push(Problem::Missing { effect: effect.to_owned(), times, expected });
             }
         }
         if run.set_aside && !self.set_aside && !at_most_once {
@@ -139,6 +132,25 @@ impl Report {
         }
         for problem in problems {
             self.add(run, problem);
+        }
+    }
+
+    /// Returns the problem of an effect that happened too often in `step`, or outside of a step.
+    fn repetition(
+        &self,
+        effect: &str,
+        step: Option<&String>,
+        (times, expected): (usize, usize),
+        cause: RepetitionCause,
+    ) -> Problem {
+        let (effect, step) = (effect.to_owned(), step.cloned());
+        match (cause, step) {
+            (RepetitionCause::NotDone { by_step }, step) => {
+                Problem::FalseNotDone { step: step.filter(|_| by_step), effect, times, expected }
+            }
+            (RepetitionCause::CertainError, Some(step)) => Problem::CertainError { step, effect, times, expected },
+            (_, Some(step)) => Problem::StepRepeated { step, effect, times, expected },
+            (_, None) => Problem::Repeated { effect, times, expected, outside_of_steps: self.steps > 0 },
         }
     }
 }

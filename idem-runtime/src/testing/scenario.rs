@@ -207,17 +207,8 @@ impl Scenario {
         all
     }
 
-    /// Returns scenarios that show which effects belong to which steps: before each effect or right after it, and right
-    /// after each of the numbered `appends`, the first delivery ends.
-    pub(super) fn about_steps(effects: usize, appends: &[usize]) -> impl Iterator<Item = Self> {
-        let at_effects = (1..=effects).flat_map(|n| {
-            [Cut::RequestLost, Cut::Crash].map(|cut| Self { cut, point: Point::Effect(n), ..Self::PLAIN })
-        });
-        at_effects.chain(appends.iter().map(|n| Self { cut: Cut::Crash, point: Point::Store(*n), ..Self::PLAIN }))
-    }
-
-    /// Returns whether a later delivery may ask a reconciler about an effect that has happened, has not happened, or is
-    /// on its way. The explorer then also cuts that delivery.
+    /// Returns whether a later delivery may find an effect in doubt that has happened, has not happened, or is on its
+    /// way. The explorer then also cuts that delivery.
     pub(super) fn leaves_doubt(self) -> bool {
         let is_effect = matches!(self.point, Point::Effect(_));
         is_effect && !self.cut.stands_still() && self.duplicate == Never && self.then.is_none()

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use super::tasks::Tasks;
 use crate::clock::{Clock, Instant, Sleep, SplitMix, Task};
-use crate::engine::{CurrentGuard, Observation};
+use crate::engine::{CurrentGuard, InsideStep, Observation};
 use crate::sync::lock;
 
 thread_local! {
@@ -77,10 +77,11 @@ impl SimulatedClock {
     /// as in [`advance`](SimulatedClock::advance).
     pub fn block(&self, duration: Duration) {
         let Some(tasks) = RUNNING.with_borrow(Clone::clone) else { return self.advance(duration) };
-        // Tasks that are polled during the block must not see the attempt or the delivery of the blocking task as their
-        // own.
+        // Tasks that are polled during the block must not see the attempt, the step or the delivery of the blocking
+        // task as their own.
         let (mut nowhere, mut nobody) = (None, None);
         let _entered = CurrentGuard::enter(&mut nowhere);
+        let _step = InsideStep::enter(None);
         let _observation = Observation::enter(&mut nobody);
         let until = self.now().saturating_add(duration);
         loop {

@@ -1,7 +1,7 @@
 //! Surroundings of a handler in a scenario: a worker that can be killed, its store, and effects that are counted.
 
 use std::any::{Any, TypeId};
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
@@ -11,18 +11,21 @@ use std::time::Duration;
 
 use tokio::sync::{Notify, oneshot};
 
+use super::effects::{PastEffect, Requester, Rerun};
 use super::problem::Problem;
 use super::scenario::{Cut, Point, Scenario};
 use super::time::SimulatedClock;
 use crate::clock::{Clock, Instant};
-use crate::engine::{current, reconciliation};
+use crate::engine::{Attempt, Step, current, polled_step, reconciliation};
 use crate::key::Key;
 use crate::record::journal::{JournalEntry, StepProgress};
 use crate::record::{
-    Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Release, Reservation, ReserveRequest, Verdict,
+    Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Release, Reservation, ReserveRequest, StoredResult,
+    Verdict,
 };
 use crate::store::{
-    Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture, renew_all, store_of_shared,
+    Answers, Filter, JournaledStep, Page, StepState, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture,
+    renew_all, store_of_shared,
 };
 use crate::stores::memory::MemoryStore;
 use crate::sync::lock;
@@ -244,7 +247,9 @@ impl Future for Effect {
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
         let under_way = this.under_way.get_or_insert_with(|| {
-            let request = EffectRequest::new(this.worker.clone(), this.name.clone(), this.key.clone());
+            let (worker, name, key) = (this.worker.clone(), this.name.clone(), this.key.clone());
+            let by = worker.0.world.requester();
+            let request = EffectRequest { worker, name, key, by };
             Box::pin(effect(request, this.expires_after))
         });
         under_way.as_mut().poll(cx)
@@ -263,27 +268,12 @@ struct EffectRequest {
     worker: Worker,
     name: String,
     key: Option<String>,
-    /// Attempt whose body sends the request, and its number; `None` outside of a handler.
-    attempt: Option<u32>,
-    /// True if the body sends the request after its reconciler has answered that nothing happened.
-    after_not_done: bool,
-}
-
-impl EffectRequest {
-    fn new(worker: Worker, name: String, key: Option<String>) -> Self {
-        let attempt = current().ok();
-        let number = attempt.as_ref().map(crate::engine::Attempt::number);
-        let in_doubt = attempt.is_some_and(|attempt| {
-            lock(&worker.0.world.state).in_doubt.contains(&(attempt.key().clone(), attempt.number()))
-        });
-        Self { worker, name, key, attempt: number, after_not_done: in_doubt && !reconciliation::is_asked() }
-    }
+    by: Requester,
 }
 
 async fn effect(request: EffectRequest, expires_after: Option<Duration>) -> Result<bool, NoAnswer> {
     let EffectRequest { worker, name, .. } = &request;
     let world = &worker.0.world;
-    world.requested(name);
     let cut = world.count(worker, Point::Effect, |state| &mut state.effect_calls, name);
     if cut.is_some_and(Cut::stands_still) {
         return stopped_effect(request, expires_after).await;
@@ -531,38 +521,19 @@ pub(super) struct WorldState {
     workers: u32,
     deliveries: u32,
     takeovers: u32,
-    /// True if a caller with a reconciler has reserved a key.
-    pub(super) reconciles: bool,
-    /// Attempts that were reserved to ask a reconciler.
-    in_doubt: HashSet<(Key, u32)>,
-    /// Steps that the store has, with the key and the number of the attempt that ran each step.
-    journaled: HashSet<(Key, u32, String)>,
-    /// Names of these steps.
-    pub(super) steps: BTreeSet<String>,
-    /// Steps and effects of the deliveries after the first one.
-    pub(super) later: LaterDeliveries,
+    /// True if a caller with a reconciler has reserved a key, or a step has journaled its beginning.
+    pub(super) leaves_doubts: bool,
+    /// Attempts that were reserved to ask the reconciler of their handler.
+    asking: HashSet<(Key, u32)>,
+    /// Number of attempts that have found an effect in doubt: of their operation, or of one of its steps.
+    doubts: usize,
+    /// Journals in the store. The keys are those of all operations.
+    journals: BTreeMap<Key, Vec<JournalEntry>>,
+    /// Values of the steps that have ended.
+    pub(super) step_values: BTreeMap<String, StoredResult>,
     /// Request for an effect that is on its way, after its caller has given up or died.
     late: Option<EffectRequest>,
     shared: HashMap<TypeId, Arc<dyn Any + Send + Sync>>,
-}
-
-/// Steps and effects of the deliveries after the first one.
-#[derive(Default)]
-pub(super) struct LaterDeliveries {
-    /// True if one of these deliveries has begun an attempt.
-    pub(super) began: bool,
-    /// Steps whose values the attempts of these deliveries got.
-    pub(super) kept: BTreeSet<String>,
-    /// Effects that these deliveries requested.
-    pub(super) requested: BTreeSet<String>,
-}
-
-pub(super) struct PastEffect {
-    name: String,
-    key: Option<String>,
-    /// True if the request arrived after its caller had given up, stood still or died.
-    arrived_late: bool,
-    after_not_done: bool,
 }
 
 impl World {
@@ -603,9 +574,28 @@ impl World {
         lock(&self.state).lease
     }
 
-    /// Returns the number of attempts that were reserved to ask a reconciler.
-    pub(super) fn reconciliations(&self) -> usize {
-        lock(&self.state).in_doubt.len()
+    pub(super) fn memory(&self) -> &MemoryStore {
+        &self.memory
+    }
+
+    /// Returns the number of attempts that have found an effect in doubt.
+    pub(super) fn doubts(&self) -> usize {
+        lock(&self.state).doubts
+    }
+
+    /// Returns the keys of all operations.
+    pub(super) fn keys(&self) -> Vec<Key> {
+        lock(&self.state).journals.keys().cloned().collect()
+    }
+
+    /// Returns how often each effect of a step of `operation` has happened.
+    pub(super) fn effects_of_step(&self, operation: &Key, step: &str) -> BTreeMap<String, usize> {
+        let is_of_step = |by: &Requester| by.step.as_ref().is_some_and(|(key, name)| key == operation && name == step);
+        let mut counts = BTreeMap::new();
+        for effect in lock(&self.state).effects.iter().filter(|effect| is_of_step(&effect.by)) {
+            *counts.entry(effect.name.clone()).or_default() += 1;
+        }
+        counts
     }
 
     pub(super) fn takeovers(&self) -> u32 {
@@ -673,17 +663,18 @@ impl World {
     }
 
     fn happen(&self, request: &EffectRequest, arrived_late: bool) -> bool {
-        let EffectRequest { worker, name, key, attempt, after_not_done } = request;
+        let EffectRequest { worker, name, key, by: requester } = request;
         let known = {
             let state = lock(&self.state);
             key.as_ref()
                 .and_then(|key| state.effects.iter().find(|effect| effect.key.as_ref() == Some(key)))
                 .map(|effect| effect.name.clone())
         };
-        let by = match attempt {
-            Some(attempt) => format!("worker {}, attempt {attempt}", worker.number()),
+        let by = match &requester.attempt {
+            Some((_, attempt)) => format!("worker {}, attempt {attempt}", worker.number()),
             None => format!("worker {}, outside of a handler", worker.number()),
         };
+        let by = requester.step.as_ref().map_or(by.clone(), |(_, step)| format!("{by}, step `{step}`"));
         match known {
             None => self.narrate(&format!("effect `{name}` happens ({by})")),
             Some(first) if first == *name => {
@@ -696,36 +687,57 @@ impl World {
                 return false;
             }
         }
-        let (name, key, after_not_done) = (name.clone(), key.clone(), *after_not_done);
-        lock(&self.state).effects.push(PastEffect { name, key, arrived_late, after_not_done });
+        let effect = PastEffect { name: name.clone(), key: key.clone(), by: requester.clone(), arrived_late };
+        lock(&self.state).effects.push(effect);
         if !self.scenario.arrives_after_question() {
             self.arrive(|late| late.name == request.name);
         }
         true
     }
 
+    /// Returns the part of the handler that is being polled.
+    fn requester(&self) -> Requester {
+        let (step, attempt) = (polled_step(), current().ok());
+        let of_attempt = |attempt: &Attempt| (attempt.key().clone(), attempt.number());
+        // A task that the handler has spawned has a step, and no attempt of its own.
+        let attempt = attempt.as_ref().or_else(|| step.as_ref().map(Step::attempt)).map(of_attempt);
+        let state = lock(&self.state);
+        let of_step = step.as_ref().and_then(|step| {
+            let journal = state.journals.get(step.attempt().key())?;
+            Rerun::of_step(journal, step.name(), step.attempt().number())
+        });
+        let asked = attempt.as_ref().is_some_and(|it| state.asking.contains(it)) && !reconciliation::is_asked();
+        let rerun = of_step.or(asked.then_some(Rerun::NotDone));
+        Requester { attempt, step: step.map(|step| (step.attempt().key().clone(), step.name().to_owned())), rerun }
+    }
+
     fn reserved(&self, worker: &Worker, request: &ReserveRequest, reservation: &Reservation) {
         {
             let mut state = lock(&self.state);
             state.lease = state.lease.max(request.lease);
-            state.reconciles |= request.max_reconciliations.is_some();
+            state.leaves_doubts |= request.max_reconciliations.is_some();
         }
         if let Reservation::Granted { lease, takeover, in_doubt, journal } = reservation {
-            let kept: Vec<_> = journal.iter().flat_map(steps).map(|(name, _)| name).collect();
+            let steps = journal.as_ref().and_then(|journal| journal.steps().ok()).unwrap_or_default();
+            let with = |wanted| {
+                let names: Vec<_> = steps.iter().filter(|it| it.state() == wanted).map(JournaledStep::name).collect();
+                (!names.is_empty()).then(|| named(&names))
+            };
+            let (ended, doubted) = (with(StepState::Ended), with(StepState::InDoubt));
             let how = if *takeover { "takes over" } else { "reserves" };
+            let after = ended.map_or_else(String::new, |steps| format!(", after {steps}"));
+            let doubts = doubted.as_ref().map_or_else(String::new, |steps| format!(", with {steps} in doubt"));
             let asks = if *in_doubt { ", and asks its reconciler" } else { "" };
-            let after = if kept.is_empty() { String::new() } else { format!(", after {}", named(&kept)) };
             let Lease { key, attempt, .. } = lease;
-            self.narrate(&format!("worker {} {how} {key} as attempt {attempt}{after}{asks}", worker.number()));
+            self.narrate(&format!("worker {} {how} {key} as attempt {attempt}{after}{doubts}{asks}", worker.number()));
             {
                 let mut state = lock(&self.state);
-                if state.deliveries > 1 {
-                    state.later.began = true;
-                    state.later.kept.extend(kept);
+                let entries = journal.as_ref().and_then(|journal| journal.entries().ok()).unwrap_or_default();
+                state.journals.insert(key.clone(), entries);
+                state.doubts += usize::from(*in_doubt || doubted.is_some());
+                if *in_doubt {
+                    state.asking.insert((key.clone(), *attempt));
                 }
-            }
-            if *in_doubt {
-                lock(&self.state).in_doubt.insert((lease.key.clone(), lease.attempt));
             }
             if *takeover {
                 lock(&self.state).takeovers += 1;
@@ -740,61 +752,41 @@ impl World {
 
     /// Records that the store has the journal of `lease`.
     fn journaled(&self, worker: &Worker, lease: &Lease, journal: &Journal) {
-        let of_attempt = steps(journal).filter(|(_, attempt)| *attempt == lease.attempt);
-        let new: Vec<_> = {
+        let entries = journal.entries().unwrap_or_default();
+        let new = {
             let mut state = lock(&self.state);
-            let mut known = |name: &String| !state.journaled.insert((lease.key.clone(), lease.attempt, name.clone()));
-            of_attempt.map(|(name, _)| name).filter(|name| !known(name)).collect()
+            let known = state.journals.entry(lease.key.clone()).or_default();
+            // A write that was repeated brings nothing new.
+            let new = entries.get(known.len()..).unwrap_or_default().to_vec();
+            known.extend(new.iter().cloned());
+            for JournalEntry { name, progress, .. } in &new {
+                match progress {
+                    StepProgress::Ended(value) => drop(state.step_values.insert(name.to_string(), value.clone())),
+                    StepProgress::Begun => state.leaves_doubts = true,
+                    StepProgress::Undone => {}
+                }
+            }
+            new
         };
-        if !new.is_empty() {
-            let (number, attempt) = (worker.number(), lease.attempt);
-            self.narrate(&format!("{} is journaled (worker {number}, attempt {attempt})", named(&new)));
-        }
-        lock(&self.state).steps.extend(new);
-    }
-
-    /// Records that a delivery requests an effect.
-    fn requested(&self, effect: &str) {
-        let mut state = lock(&self.state);
-        if state.deliveries > 1 {
-            state.later.requested.insert(effect.to_owned());
-        }
-    }
-
-    /// Returns the effects that a body repeated after its reconciler had answered that nothing happened, although a
-    /// request of an earlier attempt arrived late.
-    pub(super) fn too_early(&self) -> BTreeSet<String> {
-        let state = lock(&self.state);
-        let is_late = |name: &str| state.effects.iter().any(|effect| effect.arrived_late && effect.name == name);
-        let repeated = state.effects.iter().filter(|effect| effect.after_not_done && is_late(&effect.name));
-        repeated.map(|effect| effect.name.clone()).collect()
-    }
-
-    /// Returns the number of times that each effect has happened.
-    pub(super) fn effects(&self) -> BTreeMap<String, usize> {
-        let mut counts = BTreeMap::new();
-        for effect in &lock(&self.state).effects {
-            *counts.entry(effect.name.clone()).or_default() += 1;
-        }
-        counts
-    }
-}
-
-/// Returns the steps that have ended by a journal, each with the number of the attempt that ran it.
-fn steps(journal: &Journal) -> impl Iterator<Item = (String, u32)> + use<> {
-    let mut ended = BTreeMap::new();
-    for JournalEntry { name, attempt, progress, .. } in journal.entries().unwrap_or_default() {
-        // The last entry of a step counts.
-        match progress {
-            StepProgress::Ended(_) => ended.insert(name.into(), attempt),
-            StepProgress::Begun | StepProgress::Undone => ended.remove(&*name),
+        let by = format!("(worker {}, attempt {})", worker.number(), lease.attempt);
+        let with = |is: fn(&StepProgress) -> bool| {
+            let names: Vec<_> = new.iter().filter(|entry| is(&entry.progress)).map(|entry| &*entry.name).collect();
+            (!names.is_empty()).then(|| named(&names))
         };
+        if let Some(steps) = with(|it| matches!(it, StepProgress::Ended(_))) {
+            self.narrate(&format!("{steps} is journaled {by}"));
+        }
+        if let Some(steps) = with(|it| matches!(it, StepProgress::Begun)) {
+            self.narrate(&format!("the beginning of {steps} is journaled {by}"));
+        }
+        if let Some(steps) = with(|it| matches!(it, StepProgress::Undone)) {
+            self.narrate(&format!("{steps} is journaled as undone {by}"));
+        }
     }
-    ended.into_iter()
 }
 
 /// Returns the names of steps, for the story.
-fn named(steps: &[String]) -> String {
+fn named(steps: &[&str]) -> String {
     let names: Vec<_> = steps.iter().map(|step| format!("`{step}`")).collect();
     format!("step {}", names.join(", "))
 }

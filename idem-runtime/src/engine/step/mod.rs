@@ -11,3 +11,5 @@ pub use self::doubt::{
     UncertainIf,
 };
 pub use self::name::{Step, StepName};
+#[cfg(feature = "testing")]
+pub(crate) use self::run::{InsideStep, polled_step};

@@ -1,6 +1,8 @@
 //! The run of a step: the claim of its name, its body, and its journal entries.
 
 use std::cell::Cell;
+#[cfg(feature = "testing")]
+use std::cell::RefCell;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
@@ -31,6 +33,18 @@ use crate::store::{JournalAccess, StepClaim, StepJournal, StoreErrorKind};
 thread_local! {
     /// Attempt whose step is being polled on this thread.
     static STEP_OF: Cell<Option<OwnerToken>> = const { Cell::new(None) };
+}
+
+#[cfg(feature = "testing")]
+thread_local! {
+    /// Step that is being polled on this thread, for the explorer of handlers.
+    static POLLED: RefCell<Option<Step>> = const { RefCell::new(None) };
+}
+
+/// Returns the step whose body or reconciler is being polled on this thread.
+#[cfg(feature = "testing")]
+pub(crate) fn polled_step() -> Option<Step> {
+    POLLED.with_borrow(Clone::clone)
 }
 
 /// Options of a step that do not depend on the types of its body.
@@ -238,10 +252,9 @@ async fn limited<F: Future>(step: &Step, timeout: Option<Duration>, body: F) -> 
 
 /// Polls `body` as a part of a step: a step of the same attempt inside of `body` is refused.
 async fn inside<F: Future>(step: &Step, body: F) -> F::Output {
-    let owner = step.attempt().lease.owner;
     let mut body = pin!(body);
     poll_fn(|cx| {
-        let _inside = InsideStep::enter(owner);
+        let _inside = InsideStep::enter(Some(step));
         body.as_mut().poll(cx)
     })
     .await
@@ -608,17 +621,27 @@ fn left_out(step: &Step, name: &str, why: &StoredResult) {
     );
 }
 
-/// Marks that a step of an attempt is being polled on this thread, until the guard is dropped.
-struct InsideStep(Option<OwnerToken>);
+/// Marks that a step, or no step, is being polled on this thread, until the guard is dropped.
+pub(crate) struct InsideStep {
+    outer: Option<OwnerToken>,
+    #[cfg(feature = "testing")]
+    outer_step: Option<Step>,
+}
 
 impl InsideStep {
-    fn enter(owner: OwnerToken) -> Self {
-        Self(STEP_OF.replace(Some(owner)))
+    pub(crate) fn enter(step: Option<&Step>) -> Self {
+        Self {
+            outer: STEP_OF.replace(step.map(|step| step.attempt().lease.owner)),
+            #[cfg(feature = "testing")]
+            outer_step: POLLED.replace(step.cloned()),
+        }
     }
 }
 
 impl Drop for InsideStep {
     fn drop(&mut self) {
-        STEP_OF.set(self.0);
+        STEP_OF.set(self.outer);
+        #[cfg(feature = "testing")]
+        POLLED.set(self.outer_step.take());
     }
 }
