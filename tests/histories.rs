@@ -336,7 +336,11 @@ impl<'a> History<'a> {
                 self.seen.extend(found.map(|found| {
                     let entry = self.reference.look(*key).expect("a listed record exists in the reference");
                     let (owner, decisions, attempt) = (entry.owner, entry.decisions, entry.attempt);
-                    (*key, found.revision(), Sight { owner, decisions, attempt, standing: found.standing() })
+                    (
+                        *key,
+                        found.revision(),
+                        Sight { owner, decisions, attempt, standing: found.standing(), journal: 0 },
+                    )
                 }));
             }
             Step::Decide { back, action } => {

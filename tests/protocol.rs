@@ -3,7 +3,7 @@
 //!
 //! # Scope of the model
 //!
-//! - *The store* (`protocol/store.rs`): reservations, renewals, appends, completions, releases and operators' decisions,
+//! - *The store* (`protocol/store.rs`): reservations, renewals, appends, completions, releases, operators' decisions,
 //!   computed by the runtime's own `Record::first`, `Record::admit`, `Record::lease`, `Record::after`, `Record::ended`,
 //!   `Record::decide`, `Finish::state`, `Release::state` and `Journal::later`. Each step is atomic.
 //! - *The calls* (`protocol/steps.rs`): the steps of `engine/` and `store/context/`. A call repeats a reservation with

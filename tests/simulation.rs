@@ -7,7 +7,8 @@
 //!
 //! A failure prints its seed, the history of the key, and the broken rule.
 //! `IDEM_SIM_SEED=… cargo test -p idem-tests --test simulation` runs the world of this seed again and prints its whole
-//! history; `IDEM_SIM_RUNS=100000` is a long run, and `IDEM_SIM_FIRST` its first seed.
+//! history; `IDEM_SIM_RUNS=100000` is a long run, and `IDEM_SIM_FIRST` its first seed. `IDEM_SIM_BREAK=Step` makes only
+//! the deliberate breaks with this text in their name, or in the name of their check.
 
 #[path = "simulation/bank.rs"]
 mod bank;
@@ -52,7 +53,7 @@ const RUNS: u64 = 1_000;
 const FOUND: [u64; 2] = [1_008_596, 3_003_478];
 
 /// Events that must occur in the default run of [`RUNS`] worlds, so that every check has something to check.
-const EVENTS: [&str; 60] = [
+const EVENTS: [&str; 73] = [
     "AttemptsExhausted",
     "FingerprintMismatch",
     "InProgress",
@@ -113,6 +114,19 @@ const EVENTS: [&str; 60] = [
     "steps whose entry was not confirmed",
     "takeovers",
     "uncertain errors",
+    "decisions about steps of records that had changed",
+    "decisions about steps that a live lease refused",
+    "operations reopened from a step",
+    "operations reopened without steps",
+    "reconcilers of steps",
+    "steps in doubt that were refused",
+    "steps that a reconciler did not know",
+    "steps that an operator declared done",
+    "steps that an operator declared not done",
+    "steps that ran again after NotDone",
+    "steps that ran again after a decision",
+    "steps that ran again after an error that was certain",
+    "uncertain errors of steps",
 ];
 
 fn number(name: &str) -> Option<u64> {
@@ -275,6 +289,16 @@ const BREAKS: &[(Broken, Check)] = &[
     (Broken::Between(DeliberateBreak::AppendsNothing), Check::StepReturned),
     (Broken::Between(DeliberateBreak::AppendsNothing), Check::StepAgain),
     (Broken::Between(DeliberateBreak::JournalsAreDropped), Check::StepAgain),
+    (Broken::Between(DeliberateBreak::JournalsAreDropped), Check::StepDoubt),
+    (Broken::Between(DeliberateBreak::BeginningsAreDropped), Check::StepDoubt),
+    (Broken::Between(DeliberateBreak::BeginningsAreDropped), Check::StepCharged),
+    (Broken::Between(DeliberateBreak::StepUnknownIsNotDone), Check::StepDoubt),
+    (Broken::Between(DeliberateBreak::StepUnknownIsDone), Check::StepReturned),
+    (Broken::Between(DeliberateBreak::StepUnknownIsDone), Check::StepCharged),
+    (Broken::Between(DeliberateBreak::StepErrorsAreCertain), Check::StepDoubt),
+    (Broken::Between(DeliberateBreak::StepErrorsAreCertain), Check::StepCharged),
+    (Broken::Store(M::ReopenKeepsJournal), Check::Linearizable),
+    (Broken::Store(M::ReopenNeverShrinksJournal), Check::Linearizable),
     (Broken::Store(M::JournalForgotten), Check::StepReturned),
     (Broken::Store(M::JournalLostAtRelease), Check::StepAgain),
     (Broken::Store(M::JournalLostAtTakeover), Check::StepAgain),
@@ -396,8 +420,12 @@ const WORLDS_TO_NOTICE: u64 = 4_000;
 
 #[test]
 fn every_deliberate_break_is_noticed_by_its_check() {
+    let only = std::env::var("IDEM_SIM_BREAK").ok();
     let unnoticed = Mutex::new(Vec::new());
     in_parallel(BREAKS, |(broken, check)| {
+        if only.as_ref().is_some_and(|only| !format!("{broken:?}: {check:?}").contains(only)) {
+            return;
+        }
         let noticed = (0..WORLDS_TO_NOTICE).find(|seed| {
             let report = run(*seed, *broken);
             report.findings.iter().any(|finding| finding.check == *check)

@@ -45,6 +45,8 @@ pub(crate) struct Entry {
     pub(crate) asked: u16,
     pub(crate) phase: Phase,
     pub(crate) forgotten_at: u64,
+    /// Size of the journal in bytes; zero without a journal.
+    pub(crate) journal: usize,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -65,6 +67,8 @@ pub(crate) struct Sight {
     pub(crate) decisions: u32,
     pub(crate) attempt: u32,
     pub(crate) standing: Standing,
+    /// Size of the journal in bytes.
+    pub(crate) journal: usize,
 }
 
 /// Owner that has made no request.
@@ -102,7 +106,8 @@ impl Reference {
         let phase = Phase::Pending { lease: ask.lease, ttl: ask.ttl, on_crash: ask.on_crash, begun, lapses_at };
         let forgotten_at = lapses_at + ask.ttl;
         let (owner, decisions, by) = (ask.owner, 0, String::new());
-        let entry = Entry { owner, decisions, by, attempt, starts, fingerprint, asked, phase, forgotten_at };
+        let journal = self.look(ask.key).map_or(0, |earlier| earlier.journal);
+        let entry = Entry { owner, decisions, by, attempt, starts, fingerprint, asked, phase, forgotten_at, journal };
         self.entries.insert(ask.key, entry);
         Answer::Reserved { attempt, starts, fingerprint, takeover, in_doubt }
     }
@@ -196,6 +201,16 @@ impl Reference {
         Verdict::Applied
     }
 
+    /// Puts a journal of this size into the record, unless its journal is larger, and renews the lease.
+    #[allow(dead_code, reason = "the simulation alone has bodies with steps")]
+    pub(crate) fn append(&mut self, key: usize, owner: usize, attempt: u32, journal: usize) -> Verdict {
+        let verdict = self.renew(key, owner, attempt);
+        if let (Verdict::Applied, Some(entry)) = (verdict, self.touch(key)) {
+            entry.journal = entry.journal.max(journal);
+        }
+        verdict
+    }
+
     pub(crate) fn finish(&mut self, ask: &Ask, attempt: u32, finish: &Finish) -> Verdict {
         let now = self.now;
         let Some(entry) = self.touch(ask.key) else { return Verdict::Refused };
@@ -206,6 +221,7 @@ impl Reference {
             Phase::Pending { .. } => {
                 entry.phase = Phase::Finished(finish.clone());
                 entry.forgotten_at = now + ask.ttl;
+                entry.journal = 0;
                 Verdict::Applied
             }
             Phase::Finished(_) => Verdict::Applied,
@@ -245,8 +261,10 @@ impl Reference {
         let free = Phase::Released;
         // Next phase and next number of counted attempts, if the decision applies to the record that the operator saw.
         let next = match (action, &entry.phase) {
-            (Action::Reopen | Action::BreakLease, Phase::Finished(_)) => return Verdict::Refused,
-            (Action::Reopen, _) | (Action::Discard, Phase::Finished(_)) => Some((free, 0)),
+            (Action::Reopen | Action::ReopenWith(_) | Action::BreakLease, Phase::Finished(_)) => {
+                return Verdict::Refused;
+            }
+            (Action::Reopen | Action::ReopenWith(_), _) | (Action::Discard, Phase::Finished(_)) => Some((free, 0)),
             (Action::BreakLease, Phase::Pending { on_crash: OnCrash::Fail, begun: true, .. } | Phase::Interrupted) => {
                 Some((Phase::Interrupted, entry.starts))
             }
@@ -259,10 +277,19 @@ impl Reference {
             }
             _ => None,
         };
+        // Size of the journal after the decision. A finished record has none.
+        let journal = match (action, &next) {
+            (Action::ReopenWith(journal), _) => journal.as_ref().map_or(0, |journal| journal.bytes().len()),
+            (_, Some((Phase::Finished(_), _))) => 0,
+            _ => entry.journal,
+        };
         // The operator repeats the decision because its first answer was lost.
         if entry.decisions == sight.decisions + 1 && entry.by == by {
             let is_its_end = match action {
                 Action::Reopen | Action::Discard => entry.phase == Phase::Released && entry.starts == 0,
+                Action::ReopenWith(_) => {
+                    entry.phase == Phase::Released && entry.starts == 0 && entry.journal == journal
+                }
                 Action::Resolve(finish) | Action::Replace(finish) => entry.phase == Phase::Finished(finish.clone()),
                 Action::BreakLease => matches!(entry.phase, Phase::Released | Phase::Interrupted),
                 _ => false,
@@ -282,7 +309,9 @@ impl Reference {
         let lapsed_since = (sight.standing, standing) == (Standing::Running, Standing::Lapsed);
         let breaks = *action == Action::BreakLease;
         let as_seen = standing == sight.standing || (breaks && lapsed_since);
-        if entry.decisions != sight.decisions || !as_seen || (standing == Standing::Running && !breaks) {
+        let same_steps = !matches!(action, Action::ReopenWith(_)) || entry.journal == sight.journal;
+        let is_same = entry.decisions == sight.decisions && same_steps;
+        if !is_same || !as_seen || (standing == Standing::Running && !breaks) {
             return Verdict::Refused;
         }
         if let (Action::Resolve(finish), Phase::Finished(recorded)) = (action, &entry.phase) {
@@ -300,7 +329,7 @@ impl Reference {
         match next {
             Some((phase, starts)) => {
                 let (decisions, by) = (entry.decisions + 1, by.to_owned());
-                *entry = Entry { decisions, by, starts, phase, asked: 0, ..entry.clone() };
+                *entry = Entry { decisions, by, starts, phase, asked: 0, journal, ..entry.clone() };
             }
             None if *action == Action::Forget => drop(self.entries.remove(&key)),
             None => return Verdict::Refused,

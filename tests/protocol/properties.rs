@@ -435,7 +435,7 @@ pub(crate) fn audit(
             let repeated = holds && was_finished && deed.recorded;
             broken.note(Rule::S8, repeated && answer == Answer::Write(Done::Refused));
             let failed = new.is_some_and(|new| matches!(new.stand, ModelState::Failed(_)));
-            // The step has ended if its body, its reconciler or an operator has said so, also before its entry is there.
+            // The step has ended once its body, its reconciler or an operator has said so, even before its entry.
             let in_doubt = past.begun.is_some_and(|(_, since)| past.vouched[usize::from(GUARDED)] >> since == 0);
             broken.note(Rule::StepOpen, changed && failed && in_doubt);
         }

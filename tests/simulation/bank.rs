@@ -13,7 +13,7 @@ use crate::dice::Dice;
 use crate::history::nanos;
 use crate::ledger::InquiryEnd;
 use crate::store::{DeliberateBreak, yield_now};
-use crate::world::{Delivery, Failure, World};
+use crate::world::{Delivery, Failure, STEPS, World};
 
 /// Bank of an operation.
 #[derive(Clone, Copy, Debug)]
@@ -53,7 +53,30 @@ impl Bank {
     }
 }
 
-/// Charges of the banks of a world, by operation.
+/// Reaction of a step to a doubt about its effect, which is a charge.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Guard {
+    /// True if the step has a reconciler. Otherwise an operator has to decide (`fail`).
+    pub(crate) reconciles: bool,
+    pub(crate) bank: Bank,
+}
+
+impl Guard {
+    /// Draws a reaction, and a reconciler that is right about its bank. [`Bank::draw`] explains `blocked`.
+    pub(crate) fn draw(dice: &Dice, lease: Duration, blocked: bool) -> Self {
+        let reconciles = dice.chance(600);
+        let (refuses_twice, not_found) = match dice.between(0, 4) {
+            _ if !reconciles => (dice.chance(300), None),
+            1 if !blocked => (false, Some(NotFound::NotDoneAfterExpiry)),
+            2..=4 if !blocked => (false, Some(NotFound::Unknown)),
+            _ => (true, Some(NotFound::NotDone)),
+        };
+        let expiry = lease * dice.pick(&[1, 1, 2]) / 2;
+        Self { reconciles, bank: Bank { refuses_twice, not_found, expiry, max_reconciliations: 0 } }
+    }
+}
+
+/// Charges of the banks of a world, by account. Each operation has an account, and one for each of its steps.
 #[derive(Debug)]
 pub(crate) struct Charges {
     /// Dice of requests and reconcilers.
@@ -63,25 +86,31 @@ pub(crate) struct Charges {
 
 impl Charges {
     pub(crate) fn new(dice: Dice, operations: usize) -> Self {
-        Self { dice, names: RefCell::new(vec![Vec::new(); operations]) }
+        Self { dice, names: RefCell::new(vec![Vec::new(); operations * (1 + STEPS)]) }
     }
 
-    /// Returns the names of the charges of an operation.
-    pub(crate) fn of(&self, operation: usize) -> Vec<String> {
-        self.names.borrow()[operation].clone()
+    /// Returns the names of the charges of an account.
+    pub(crate) fn of(&self, account: usize) -> Vec<String> {
+        self.names.borrow()[account].clone()
+    }
+
+    /// Returns the account of a step.
+    pub(crate) fn account(&self, operation: usize, step: u8) -> usize {
+        let operations = self.names.borrow().len() / (1 + STEPS);
+        operations + operation * STEPS + usize::from(step)
     }
 }
 
 impl World {
     /// Lets a request arrive that was sent at `sent_at`. Returns the name of the charge; `None` if the bank refuses the
     /// request.
-    fn charge_now(&self, (operation, bank): (usize, Bank), name: &str, sent_at: u64) -> Option<String> {
+    fn charge_now(&self, (account, bank): (usize, Bank), name: &str, sent_at: u64) -> Option<String> {
         if self.net.now() >= sent_at + nanos(bank.expiry) {
             self.count("requests that a bank refused because they had expired");
             return None;
         }
         let mut names = self.charges.names.borrow_mut();
-        let charges = &mut names[operation];
+        let charges = &mut names[account];
         let first = charges.first().filter(|_| bank.refuses_twice).cloned();
         if first.is_some() {
             self.count("requests that a bank knew");
@@ -89,11 +118,12 @@ impl World {
         }
         charges.push(name.to_owned());
         self.net.history().note(format!("the bank charges {name}"));
+        self.ledger.borrow_mut().step_charged(&self.net, name);
         Some(name.to_owned())
     }
 
     /// Sends a request to the bank, and waits for its answer. Returns the name of the charge; `None` without an answer.
-    pub(crate) async fn charge(&self, operation: usize, bank: Bank, name: &str) -> Option<String> {
+    pub(crate) async fn charge(&self, account: usize, bank: Bank, name: &str) -> Option<String> {
         let dice = &self.charges.dice;
         self.count("requests to a bank");
         let fate = if self.net.is_stormy() { dice.between(0, 9) } else { 0 };
@@ -106,7 +136,7 @@ impl World {
             // The request goes on after its body is dropped or its process is killed.
             drop(self.simulation.spawn(async move {
                 world.net.clock.sleep(delay).await;
-                let charged = world.charge_now((operation, bank), &name, sent_at);
+                let charged = world.charge_now((account, bank), &name, sent_at);
                 if !answer_lost && answer.send(charged).is_err() {
                     world.count("requests that arrived after their caller was gone");
                 }

@@ -8,7 +8,8 @@ use idem_runtime::clock::Clock;
 use idem_runtime::key::Fingerprint;
 use idem_runtime::record::{Record, State};
 use idem_runtime::store::{
-    Action, Finish, Inspection, Lease, OwnerToken, Release, Reservation, ReserveRequest, Revision, Verdict,
+    Action, Finish, Inspection, Journal, Lease, OwnerToken, Release, Reservation, ReserveRequest, Revision, StepState,
+    Verdict,
 };
 use idem_runtime::testing::SimulatedClock;
 use idem_runtime::{Key, OnCrash};
@@ -23,6 +24,8 @@ pub(crate) enum OperationArgs {
     /// The second field is the number of the attempt.
     Begin(Ask, u32),
     Renew(Ask, u32),
+    /// The other fields are the number of the attempt and the size of the journal.
+    Append(Ask, u32, usize),
     /// The second field is the number of the attempt.
     Finish(Ask, u32, Finish),
     Release(Ask, Release),
@@ -218,13 +221,6 @@ impl History {
         self.ops.iter().any(|op| op.key == key && reopens(op) && landed(op))
     }
 
-    /// Reports whether an operator discarded a result of `key` at one of `events`. A discarded operation has no steps.
-    pub(crate) fn was_discarded(&self, key: usize, events: impl RangeBounds<u64>) -> bool {
-        let landed = |op: &Op| op.landed.is_some_and(|(event, _)| events.contains(&event));
-        let discards = |op: &Op| matches!(&op.asked, OperationArgs::Decide { action: Action::Discard, .. });
-        self.ops.iter().any(|op| op.key == key && discards(op) && landed(op))
-    }
-
     /// Reports whether an operator had the record of `key` forgotten, so that its attempts count from 1 again.
     pub(crate) fn was_forgotten(&self, key: usize) -> bool {
         self.ops.iter().any(|op| {
@@ -232,6 +228,30 @@ impl History {
                 && op.landed.is_some()
                 && matches!(&op.asked, OperationArgs::Decide { action: Action::Forget, .. })
         })
+    }
+
+    /// Events of the applied decisions after which a body of the step `step` of `key` may begin, although an earlier
+    /// body may have had its effect.
+    pub(crate) fn permits(&self, key: usize, step: &str) -> Vec<u64> {
+        let has_ended = |journal: &Journal| {
+            let steps = journal.steps().expect("a journal of this release");
+            steps.iter().any(|it| it.name() == step && it.state() == StepState::Ended)
+        };
+        let permits = |op: &&Op| match &op.asked {
+            OperationArgs::Decide { action: Action::ReopenWith(journal), .. } => {
+                !journal.as_ref().is_some_and(has_ended)
+            }
+            OperationArgs::Decide { action: Action::Discard, .. } => true,
+            _ => false,
+        };
+        let applied = self.ops.iter().filter(|op| op.key == key && op.applied).filter(permits);
+        applied.filter_map(|op| op.landed).map(|(event, _)| event).collect()
+    }
+
+    /// Reports whether an operator broke a lease of `key`.
+    pub(crate) fn was_broken_ever(&self, key: usize) -> bool {
+        let breaks = |op: &Op| matches!(&op.asked, OperationArgs::Decide { action: Action::BreakLease, .. });
+        self.ops.iter().any(|op| op.key == key && op.landed.is_some() && breaks(op))
     }
 
     /// Results that operators gave to attempts of `key`: event, number of the attempt, and result.
@@ -310,6 +330,7 @@ impl History {
             asked: record.provenance.reconciliations(),
             phase,
             forgotten_at,
+            journal: record.journal.as_ref().map_or(0, |journal| journal.bytes().len()),
         }
     }
 
@@ -318,7 +339,8 @@ impl History {
         let text = seen.to_string();
         let tag = text.split('-').nth(2).expect("a mark");
         let (owner, decisions) = self.descent(|token| format!("{token:?}").trim_end_matches('…') == tag);
-        Sight { owner, decisions, attempt: seen.attempt(), standing: seen.standing() }
+        let journal = usize::try_from(seen.journal_bytes()).expect("a small journal");
+        Sight { owner, decisions, attempt: seen.attempt(), standing: seen.standing(), journal }
     }
 
     /// Returns an owner and a number of operators' decisions: this number of decisions turns the owner's token into a
@@ -337,7 +359,11 @@ impl History {
         self.ops.iter().filter(|op| op.key == key).any(|op| {
             let refused = matches!(op.end, End::Answered { said: OperationAnswer::Write(Verdict::Refused), .. });
             let heard = op.invoked > during.start && op.responded.is_some_and(|heard| heard < during.end);
-            refused && heard && matches!(&op.asked, OperationArgs::Renew(ask, _) if Some(ask.owner) == owner)
+            let renews = match &op.asked {
+                OperationArgs::Renew(ask, _) | OperationArgs::Append(ask, ..) => Some(ask.owner) == owner,
+                _ => false,
+            };
+            refused && heard && renews
         })
     }
 
@@ -424,9 +450,10 @@ impl History {
     /// Time of the latest request that was confirmed and renewed the lease of attempt `attempt` of `key`.
     pub(crate) fn confirmed_at(&self, key: usize, attempt: u32) -> Option<u64> {
         let confirms = |op: &&Op| match (&op.asked, &op.end) {
-            (OperationArgs::Begin(_, it) | OperationArgs::Renew(_, it), End::Answered { said, .. }) => {
-                *it == attempt && *said == OperationAnswer::Write(Verdict::Applied)
-            }
+            (
+                OperationArgs::Begin(_, it) | OperationArgs::Renew(_, it) | OperationArgs::Append(_, it, _),
+                End::Answered { said, .. },
+            ) => *it == attempt && *said == OperationAnswer::Write(Verdict::Applied),
             (OperationArgs::Reserve(_), End::Answered { .. }) => op.granted == Some(attempt),
             _ => false,
         };

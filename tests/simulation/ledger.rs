@@ -9,10 +9,11 @@ use idem_runtime::record::{State, StoredResult};
 use idem_runtime::store::Finish;
 use idem_runtime::{Attempt, Error, InProgress, Key, OnCrash, OnStoreError, Outcome, Policy, StoreError};
 
+use crate::bank::Guard;
 use crate::history::nanos;
 use crate::outage::{Loss, Right};
 use crate::store::{Cause, Met, Net};
-use crate::world::Failure;
+use crate::world::{Failure, STEPS};
 
 /// Rule that a finding breaks.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -71,6 +72,11 @@ pub(crate) enum Check {
     /// No later attempt runs a step whose entry is in the record. A step runs again only if a fault has cut it off
     /// before its entry was confirmed.
     StepAgain,
+    /// No body of a step under `fail` or with a reconciler begins while the effect of an earlier body is in doubt.
+    StepDoubt,
+    /// A step under `fail` charges its bank at most once, unless an operator let the step run again. A step whose
+    /// reconciler is right charges exactly once if its operation completes.
+    StepCharged,
     /// An append removes no entry from the record.
     StepKept,
     /// A step returns the value of the run that it names, and only after its entry is in the record.
@@ -129,6 +135,8 @@ pub(crate) struct Run {
     pub(crate) values_dropped: Option<u64>,
     /// True if the body went on after a step that has returned no value.
     pub(crate) skips_steps: bool,
+    /// True if the effect of a step under `fail` was in doubt, so that an error of the body interrupts the operation.
+    pub(crate) step_doubt: bool,
 }
 
 /// One run of the body of a step.
@@ -145,6 +153,19 @@ pub(crate) struct StepRun {
     pub(crate) returned: Option<u64>,
     /// True if the body dropped the step.
     pub(crate) dropped: bool,
+    /// Event at which the body of the step returned an error before it had requested its effect.
+    pub(crate) failed: Option<u64>,
+}
+
+/// One run of the reconciler of a step.
+#[derive(Clone, Debug)]
+pub(crate) struct StepInquiry {
+    pub(crate) run: usize,
+    pub(crate) step: u8,
+    /// Start of the reconciler, as a number in the order of all events.
+    pub(crate) started: u64,
+    /// Event of the answer `NotDone`.
+    pub(crate) not_done: Option<u64>,
 }
 
 /// One run of a reconciler.
@@ -199,6 +220,8 @@ pub(crate) struct Terms {
     pub(crate) max_result_bytes: usize,
     /// Number of steps of the body.
     pub(crate) steps: u8,
+    /// Reactions of the steps to a doubt; `None` for a step that runs again.
+    pub(crate) guards: [Option<Guard>; STEPS],
 }
 
 /// Longest pause between two requests of a clean-up.
@@ -243,6 +266,7 @@ pub(crate) struct Ledger {
     pub(crate) calls: Vec<Call>,
     pub(crate) runs: Vec<Run>,
     pub(crate) steps: Vec<StepRun>,
+    pub(crate) step_inquiries: Vec<StepInquiry>,
     pub(crate) inquiries: Vec<Inquiry>,
     /// Killed processes, and the times at which they were killed.
     pub(crate) kills: Vec<(usize, u64)>,
@@ -317,6 +341,7 @@ impl Ledger {
             blocks: false,
             values_dropped: None,
             skips_steps: false,
+            step_doubt: false,
         });
         self.believe(net, call, attempt);
         self.runs.len() - 1
@@ -327,8 +352,8 @@ impl Ledger {
         net.count("steps");
         let (started, started_at) = (net.history().event(), net.now());
         net.history().note(format!("step {value} starts"));
-        let (effect, returned, dropped) = (None, None, false);
-        self.steps.push(StepRun { run, step, value, started, started_at, effect, returned, dropped });
+        let (effect, returned, dropped, failed) = (None, None, false, None);
+        self.steps.push(StepRun { run, step, value, started, started_at, effect, returned, dropped, failed });
         self.steps.len() - 1
     }
 
@@ -336,6 +361,78 @@ impl Ledger {
         let value = &self.steps[step_run].value;
         net.history().note(format!("effect of step {value}"));
         self.steps[step_run].effect = Some(net.history().event());
+    }
+
+    /// Enters that a bank has charged `name`, which is the effect of a step if a step has this value.
+    pub(crate) fn step_charged(&mut self, net: &Net, name: &str) {
+        let event = net.history().event();
+        self.steps.iter_mut().filter(|step| step.value == name).for_each(|step| step.effect = Some(event));
+    }
+
+    /// Enters that the body of a step returns an error, and has not requested its effect.
+    pub(crate) fn step_failed(&mut self, net: &Net, step_run: usize) {
+        self.steps[step_run].failed = Some(net.history().event());
+    }
+
+    /// Enters the start of a step's reconciler in the books.
+    pub(crate) fn start_step_inquiry(&mut self, net: &Net, run: usize, step: u8) -> usize {
+        net.count("reconcilers of steps");
+        let started = net.history().event();
+        net.history().note(format!("the reconciler of step {step} of run {run} starts"));
+        self.step_inquiries.push(StepInquiry { run, step, started, not_done: None });
+        self.step_inquiries.len() - 1
+    }
+
+    /// Enters the answer `NotDone` of a step's reconciler in the books.
+    pub(crate) fn step_not_done(&mut self, net: &Net, inquiry: usize) {
+        self.step_inquiries[inquiry].not_done = Some(net.history().event());
+    }
+
+    /// Enters that the effect of a step under `fail` is in doubt.
+    pub(crate) fn doubts_step(&mut self, run: usize) {
+        self.runs[run].step_doubt = true;
+    }
+
+    /// Checks that no body of a guarded step begins while the effect of an earlier one is in doubt.
+    fn guarded_steps(&self, net: &Net, key: usize, find: &mut impl FnMut(Check, String)) {
+        let of_key = |run: &Run| self.calls[run.call].key == key && run.attempt > 0;
+        let steps = self.steps.iter().map(|step| (step, &self.runs[step.run])).filter(|(_, run)| of_key(run));
+        let steps: Vec<_> = steps.filter(|(step, run)| self.guard(step, run).is_some()).collect();
+        for (step, run) in &steps {
+            let permits = net.history().permits(key, &step_name(step.step));
+            let later = steps.iter().filter(|(later, _)| later.step == step.step && later.started > step.started);
+            for (later, its) in later {
+                let is_settled = self.step_inquiries.iter().any(|inquiry| {
+                    let asker = &self.runs[inquiry.run];
+                    let is_between = asker.attempt > run.attempt && asker.attempt <= its.attempt && of_key(asker);
+                    let is_heard = inquiry.not_done.is_some_and(|event| event < later.started);
+                    inquiry.step == step.step && is_between && is_heard && inquiry.started > step.started
+                });
+                let is_undone = step.failed.is_some_and(|failed| failed < later.started);
+                let is_permitted = permits.iter().any(|event| (step.started..later.started).contains(event));
+                // An attempt whose lease an operator broke may learn of the loss after its step has begun.
+                let is_broken = net.history().was_broken(key, its.attempt, later.started);
+                net.count(match (is_undone, is_settled, is_permitted) {
+                    (true, ..) => "steps that ran again after an error that was certain",
+                    (_, true, _) => "steps that ran again after NotDone",
+                    _ => "steps that ran again after a decision",
+                });
+                if !is_undone && !is_settled && !is_permitted && !is_broken {
+                    find(Check::StepDoubt, format!("{step:?} of {run:?} is in doubt before {later:?} of {its:?}"));
+                }
+            }
+        }
+    }
+
+    fn guard(&self, step: &StepRun, run: &Run) -> Option<Guard> {
+        self.calls[run.call].terms.guards[usize::from(step.step)]
+    }
+
+    /// Returns a call that has returned `Ok` after a run in which no step was left out.
+    pub(crate) fn complete(&self, key: usize) -> Option<&Call> {
+        self.runs.iter().filter(|run| run.attempt > 0 && !run.skips_steps).map(|run| &self.calls[run.call]).find(
+            |call| call.key == key && matches!(&call.end, Some((_, CallEnd::Returned(Ok(_), out))) if out.executed()),
+        )
     }
 
     /// Enters that the body of `run` got `value` from its step `step`, and checks that the record has this value.
@@ -356,7 +453,9 @@ impl Ledger {
             net.count("steps of earlier attempts");
         }
         let source = self.steps[found].clone();
-        let is_earlier = source.run == run || self.runs[source.run].attempt < attempt;
+        // A bank also knows the charges of attempts whose record was forgotten, and whose numbers start over.
+        let remembers = self.calls[self.runs[run].call].terms.remembers() && !net.history().was_forgotten(key);
+        let is_earlier = source.run == run || self.runs[source.run].attempt < attempt || !remembers;
         let is_journaled = attempt == 0 || net.was_journaled(&net.history().key_of(key), value);
         if source.effect.is_none() || !is_earlier || !is_journaled {
             let text = format!("step {step} of attempt {attempt} returned {source:?}; journaled: {is_journaled}");
@@ -373,12 +472,13 @@ impl Ledger {
             .map(|step| (step, &self.runs[step.run]))
             .filter(|(_, run)| self.calls[run.call].key == key && run.attempt > 0)
             .collect();
-        for (step, run) in &steps {
+        for (step, run) in steps.iter().filter(|(step, run)| self.guard(step, run).is_none()) {
             let call = &self.calls[run.call];
+            let permits = net.history().permits(key, &step_name(step.step));
             let is_kept = step.returned.is_some() || net.was_journaled(&name, &step.value);
             let again = steps.iter().filter(|(later, its)| later.step == step.step && its.attempt > run.attempt);
             for (later, its) in again {
-                if net.history().was_discarded(key, step.started..later.started) {
+                if permits.iter().any(|event| (step.started..later.started).contains(event)) {
                     continue;
                 }
                 net.count("steps that ran again");
@@ -582,6 +682,7 @@ impl Ledger {
             Self::values(net, key, &runs, &mut find);
             self.effects(net, key, &runs, &met, &mut find);
             self.steps(net, key, &runs, &met, &mut find);
+            self.guarded_steps(net, key, &mut find);
             self.answers(net, key, &runs, &met, &mut find);
             self.unbegun(net, key, &runs, &met, &mut find);
             self.returned(net, key, &runs, &mut find);
@@ -767,10 +868,11 @@ impl Ledger {
                         !disturbed
                             && !decided
                             && !runs.iter().any(|run| {
-                                matches!(
+                                let is_cut_off = matches!(
                                     run.ended,
                                     None | Some((_, BodyEnd::Dropped | BodyEnd::Panicked | BodyEnd::Doubtful(_)))
-                                )
+                                );
+                                is_cut_off || run.step_doubt
                             })
                     }
                     Error::AttemptsExhausted { attempts, .. } => {
@@ -858,7 +960,7 @@ impl Ledger {
                             Some((event, BodyEnd::Dropped | BodyEnd::Panicked | BodyEnd::Doubtful(_))) if event < when
                         );
                         let is_here = its.process == call.process && its.terms.on_crash == OnCrash::Fail;
-                        run.attempt == attempt && run.started < *when && is_here && !is_cut_off
+                        run.attempt == attempt && run.started < *when && is_here && !is_cut_off && !run.step_doubt
                     });
                     let has_lost_right = self.losses.iter().any(|(process, _)| *process == call.process);
                     if is_at_work && !has_lost_right && !net.history().was_broken(key, attempt, *when) {
@@ -931,7 +1033,7 @@ impl Ledger {
             let is_returned = matches!(run.ended, Some((_, BodyEnd::Error { .. } | BodyEnd::Value(_))));
             let has_lost = |right| self.losses.iter().any(|(it, loss)| *it == call.process && loss.right == right);
             let can_end = is_passing || (is_returned && !has_lost(Right::Finish));
-            if call.terms.on_crash != OnCrash::Fail || !can_end || self.was_killed(call.process) {
+            if call.terms.on_crash != OnCrash::Fail || !can_end || self.was_killed(call.process) || run.step_doubt {
                 continue;
             }
             if matches!(found.record.state, State::Interrupted | State::Pending { .. })
@@ -1008,6 +1110,11 @@ impl Ledger {
         }
         text
     }
+}
+
+/// Name of a step in a journal.
+pub(crate) fn step_name(step: u8) -> String {
+    format!("part[{step}]")
 }
 
 /// Converts a result that an operator recorded to the end of a body.

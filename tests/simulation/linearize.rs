@@ -179,6 +179,9 @@ fn apply(reference: &mut Reference, asked: &OperationArgs, key: usize, at: u64) 
         }),
         OperationArgs::Begin(ask, attempt) => OperationAnswer::Write(reference.begin(key, ask.owner, *attempt)),
         OperationArgs::Renew(ask, attempt) => OperationAnswer::Write(reference.renew(key, ask.owner, *attempt)),
+        OperationArgs::Append(ask, attempt, journal) => {
+            OperationAnswer::Write(reference.append(key, ask.owner, *attempt, *journal))
+        }
         OperationArgs::Finish(ask, attempt, finish) => OperationAnswer::Write(reference.finish(ask, *attempt, finish)),
         OperationArgs::Release(ask, release) => OperationAnswer::Write(reference.release(ask, *release)),
         OperationArgs::Decide { sight, action, by } => OperationAnswer::Write(reference.decide(key, sight, action, by)),
@@ -203,8 +206,8 @@ fn digest(done: &[bool], reference: &Reference, key: usize) -> u64 {
 }
 
 fn hash(entry: &Entry, hasher: &mut impl Hasher) {
-    let Entry { owner, decisions, by, attempt, starts, fingerprint, asked, phase, forgotten_at } = entry;
-    (owner, decisions, by, attempt, starts, fingerprint, asked, forgotten_at).hash(hasher);
+    let Entry { owner, decisions, by, attempt, starts, fingerprint, asked, phase, forgotten_at, journal } = entry;
+    (owner, decisions, by, attempt, starts, fingerprint, asked, forgotten_at, journal).hash(hasher);
     match phase {
         Phase::Pending { lease, ttl, on_crash, begun, lapses_at } => {
             (0, lease, ttl, *on_crash == OnCrash::Fail, begun, lapses_at).hash(hasher);
@@ -303,7 +306,8 @@ mod by_hand {
     fn finished(owner: usize, attempt: u32, byte: u8) -> OperationAnswer {
         let phase = Phase::Finished(result(byte));
         let (decisions, by, asked, starts, fingerprint, forgotten_at) = (0, String::new(), 0, attempt, None, 0);
-        let entry = Entry { owner, decisions, by, attempt, starts, fingerprint, asked, phase, forgotten_at };
+        let journal = 0;
+        let entry = Entry { owner, decisions, by, attempt, starts, fingerprint, asked, phase, forgotten_at, journal };
         OperationAnswer::Reservation(Answer::Finished(entry))
     }
 

@@ -15,7 +15,7 @@ use idem_runtime::clock::Clock;
 use idem_runtime::record::{Record, StoredResult};
 use idem_runtime::store::{
     Action, Answers, Decision, DecisionAnswer, Filter, Finish, Inspection, Journal, Lease, Page, Release, Reservation,
-    ReserveRequest, StoreContext, StoreFuture, Verdict, renew_all,
+    ReserveRequest, StepState, StoreContext, StoreFuture, Verdict, renew_all,
 };
 use idem_runtime::testing::SimulatedClock;
 use idem_runtime::{Key, Store, StoreError, StoreErrorKind, current};
@@ -75,6 +75,14 @@ pub(crate) enum DeliberateBreak {
     AppendsNothing,
     /// A reservation comes without the journal of earlier attempts, as if the engine ran each step in each attempt.
     JournalsAreDropped,
+    /// The beginning of a step is confirmed and not recorded, as if the engine started the body of a step without it.
+    BeginningsAreDropped,
+    /// The answer `Unknown` of a step's reconciler becomes `NotDone`, as if the engine confused the two.
+    StepUnknownIsNotDone,
+    /// The answer `Unknown` of a step's reconciler becomes `Done`, with a value of nobody.
+    StepUnknownIsDone,
+    /// Each error of a step is certain, as if the engine journaled a step as undone after an uncertain error.
+    StepErrorsAreCertain,
     /// A reconciler runs under the number of the attempt in doubt, as if the engine reserved no attempt for it.
     ReconcilersRepeatTheNumber,
 }
@@ -241,6 +249,21 @@ impl Net {
         self.journals.lock().unwrap().iter().any(|(it, journal)| it == key && has(journal))
     }
 
+    /// Notes the journal that a record has after `request`. `before`: journal before an append.
+    fn note_journal(&self, request: &Request, before: Option<&Journal>) {
+        let key = match request {
+            Request::Append(lease, _) => &lease.key,
+            Request::Decide(Decision { key, action: Action::ReopenWith(_), .. }) => key,
+            _ => return,
+        };
+        let Some(journal) = self.truth(key).and_then(|found| found.record.journal) else { return };
+        if before.is_some_and(|before| !journal.bytes().starts_with(before.bytes())) {
+            let text = format!("{journal:?} replaces a longer or another journal");
+            self.shortened.lock().unwrap().push((key.clone(), text));
+        }
+        self.journals.lock().unwrap().push((key.clone(), journal.bytes().clone()));
+    }
+
     /// Number of the pending attempt of `key`.
     fn pending(&self, key: &Key) -> Option<u32> {
         self.truth(key).map(|found| found.record).filter(Record::is_pending).map(|record| record.attempt)
@@ -362,8 +385,10 @@ impl Request {
             Self::Renew(leases) => {
                 leases.iter().map(|it| (&it.key, OperationArgs::Renew(history.ask(it), it.attempt))).collect()
             }
-            // A journal is also a renewal.
-            Self::Append(lease, _) => vec![(&lease.key, OperationArgs::Renew(history.ask(lease), lease.attempt))],
+            Self::Append(lease, journal) => {
+                let size = journal.bytes().len();
+                vec![(&lease.key, OperationArgs::Append(history.ask(lease), lease.attempt, size))]
+            }
             Self::Finish(lease, finish) => {
                 vec![(&lease.key, OperationArgs::Finish(history.ask(lease), lease.attempt, finish.clone()))]
             }
@@ -599,6 +624,12 @@ impl Flight<'_> {
     }
 }
 
+/// Reports whether the last entry of `journal` is the beginning of a step.
+fn ends_with_beginning(journal: &Journal) -> bool {
+    let steps = journal.steps().expect("a journal of this release");
+    steps.last().is_some_and(|step| step.state() == StepState::InDoubt)
+}
+
 async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, ops: &[usize]) -> LandedRequest {
     let at = net.history().land(ops);
     // A deliberate break confirms the request without executing it.
@@ -607,6 +638,9 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
         | (DeliberateBreak::ReleasesNothing, Request::Release(..))
         | (DeliberateBreak::AppendsNothing, Request::Append(..))
         | (DeliberateBreak::MarksNothing, Request::Begin(_)) => Some(Reply::Writes(vec![Verdict::Applied])),
+        (DeliberateBreak::BeginningsAreDropped, Request::Append(_, journal)) if ends_with_beginning(journal) => {
+            Some(Reply::Writes(vec![Verdict::Applied]))
+        }
         (DeliberateBreak::ReleasesNothingAfterOutages, request) if frees(request) && net.was_cut_off(process) => {
             Some(Reply::Writes(vec![Verdict::Applied]))
         }
@@ -644,15 +678,7 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
         }
         _ => request.ask(store).await,
     };
-    if let Request::Append(lease, _) = request
-        && let Some(journal) = journal(lease)
-    {
-        if before.is_some_and(|before| !journal.bytes().starts_with(before.bytes())) {
-            let text = format!("{journal:?} replaces a longer or another journal");
-            net.shortened.lock().unwrap().push((lease.key.clone(), text));
-        }
-        net.journals.lock().unwrap().push((lease.key.clone(), journal.bytes().clone()));
-    }
+    net.note_journal(request, before.as_ref());
     if let (Request::Begin(_), Ok(Reply::Writes(verdicts))) = (request, &answer) {
         net.history().ops[ops[0]].applied = verdicts[0] == Verdict::Applied;
     }

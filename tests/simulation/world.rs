@@ -17,20 +17,22 @@ use futures::FutureExt;
 use futures::future::{Either, select};
 use idem_runtime::clock::Clock;
 use idem_runtime::codec::CodecName;
+use idem_runtime::operator::{OperatorError, StepResolution};
 use idem_runtime::record::{State, StoredResult};
-use idem_runtime::store::{Action, Decision, DecisionAnswer, Finish, Inspection};
+use idem_runtime::step::StepProblem;
+use idem_runtime::store::{Action, Decision, DecisionAnswer, Finish, Inspection, StepState};
 use idem_runtime::testing::{Simulation, Task};
 use idem_runtime::{
-    Attempt, Disposition, Error, InProgress, Key, MemoryStore, OnCrash, OnError, OnStoreError, Policy, Refusal, Store,
-    current, idempotent, observe,
+    Attempt, Disposition, Error, InProgress, Key, MemoryStore, OnCrash, OnError, OnStoreError, Policy, Reconciliation,
+    Refusal, Store, StoreExt as _, current, idempotent, observe,
 };
 use serde::{Deserialize, Serialize};
 use tokio::sync::Notify;
 
-use crate::bank::{Bank, Charges, find};
+use crate::bank::{Bank, Charges, Guard, NotFound, find};
 use crate::dice::Dice;
 use crate::history::nanos;
-use crate::ledger::{BodyEnd, CallEnd, Check, FOR_EVER, Finding, Ledger, Terms};
+use crate::ledger::{BodyEnd, CallEnd, Check, FOR_EVER, Finding, Ledger, Terms, step_name};
 use crate::linearize::{self, Judgement};
 use crate::outage::{Loss, Outage};
 use crate::plain::{Mistake, Plain};
@@ -110,7 +112,11 @@ const SINGLES: u64 = 0x6f6e_6365;
 const BANKS: u64 = 0x7469_6c6c;
 
 /// Like [`DECIDERS`], for the dice of steps.
-const STEPS: u64 = 0x7061_7274;
+const PARTS: u64 = 0x7061_7274;
+/// Like [`DECIDERS`], for the dice of steps under `fail` and of steps with a reconciler.
+const GUARDS: u64 = 0x6775_6172;
+/// Largest number of steps of a body.
+pub(crate) const STEPS: usize = 3;
 
 /// Longest pause before another try of a late write that outlasts its lease, plus the time of that try.
 const LATE_WRITES: Duration = Duration::from_secs(15);
@@ -186,6 +192,8 @@ pub(crate) struct Shared {
     losses: Option<Dice>,
     /// Dice of steps.
     steps: Option<Dice>,
+    /// Dice of operators who decide about steps.
+    guards: Option<Dice>,
     pub(crate) charges: Charges,
     pub(crate) ledger: RefCell<Ledger>,
     pub(crate) operations: Vec<Operation>,
@@ -482,29 +490,29 @@ impl Parts<'_> {
     async fn run(&self, step: u8) -> Result<(), Failure> {
         let Running { delivery, run, attempt, .. } = self.running;
         let World(shared) = &delivery.world;
-        let Shared { net, ledger, mishaps, .. } = &**shared;
+        let Shared { net, ledger, .. } = &**shared;
         let dice = delivery.world.parts_dice();
         let number = Cell::new(None);
-        let running = attempt.step(("part", step)).run(async |_| {
-            let value = format!("{}#{step}", self.name);
-            let started = ledger.borrow_mut().start_step(net, *run, step, value.clone());
-            number.set(Some(started));
-            match dice.between(0, 3) {
-                0 => {}
-                1 => yield_now().await,
-                _ => net.clock.sleep(dice.up_to(self.longest / 2)).await,
+        let guard = delivery.operation().terms.guards[usize::from(step)];
+        let fails = guard.is_some_and(|guard| !guard.reconciles);
+        let is_uncertain = |error: &Failure| {
+            matches!(error, Failure::Doubtful(_)) && net.prank != DeliberateBreak::StepErrorsAreCertain
+        };
+        let running = async {
+            let described = attempt.step(("part", step));
+            match guard {
+                None => described.run(async |_| self.body(step, &number).await).await,
+                Some(guard) if guard.reconciles => {
+                    let described = described.reconcile(async |_| self.find_charge(step, guard.bank).await);
+                    let described = described.uncertain_errors_if(is_uncertain);
+                    described.run(async |_| self.charge(step, guard.bank, &number).await).await
+                }
+                Some(guard) => {
+                    let described = described.fail().uncertain_errors_if(is_uncertain);
+                    described.run(async |_| self.charge(step, guard.bank, &number).await).await
+                }
             }
-            if net.is_stormy() && dice.chance(mishaps.errors) {
-                return Err(Failure::Passing(value));
-            }
-            ledger.borrow_mut().step_effect(net, started);
-            match dice.between(0, 3) {
-                0 => yield_now().await,
-                1 => net.clock.sleep(dice.up_to(self.longest / 4)).await,
-                _ => {}
-            }
-            Ok::<_, Failure>(value)
-        });
+        };
         let patience = async {
             match net.is_stormy() && dice.chance(100) {
                 true => net.clock.sleep(dice.up_to(self.longest / 2)).await,
@@ -517,6 +525,7 @@ impl Parts<'_> {
                 net.count("steps that their body dropped");
                 if let Some(number) = number.get() {
                     ledger.borrow_mut().steps[number].dropped = true;
+                    ledger.borrow_mut().runs[*run].step_doubt |= fails;
                 }
                 ledger.borrow_mut().runs[*run].skips_steps = true;
                 return Ok(());
@@ -525,16 +534,119 @@ impl Parts<'_> {
         self.running.believe();
         match &ended {
             Ok(value) => ledger.borrow_mut().step_returns(net, *run, step, value),
-            Err(Failure::Idempotency(error)) => {
-                net.count("steps whose entry was not confirmed");
-                if let Error::Step { .. } = **error {
+            Err(Failure::Idempotency(error)) => match &**error {
+                Error::Step { problem: StepProblem::Interrupted { .. }, .. } if fails => {
+                    net.count("steps in doubt that were refused");
+                    ledger.borrow_mut().doubts_step(*run);
+                }
+                Error::Step { problem: StepProblem::Unresolved { .. }, .. } if guard.is_some() && !fails => {
+                    net.count("steps that a reconciler did not know");
+                }
+                Error::Step { .. } => {
                     let text = format!("step {step} of run {run} is refused: {error}");
                     ledger.borrow_mut().find(Check::StepMissing, delivery.operation, text);
+                }
+                _ => net.count("steps whose entry was not confirmed"),
+            },
+            Err(Failure::Doubtful(_)) => {
+                net.count("uncertain errors of steps");
+                if fails {
+                    ledger.borrow_mut().doubts_step(*run);
                 }
             }
             Err(_) => net.count("errors of steps"),
         }
-        ended.map(drop)
+        ended.map(drop).map_err(|error| match error {
+            // The error of the body says nothing about the step.
+            Failure::Doubtful(text) => Failure::Passing(text),
+            other => other,
+        })
+    }
+
+    /// Begins the body of a step. Returns its number in the books and its value.
+    async fn begin(&self, step: u8, number: &Cell<Option<usize>>) -> (usize, String) {
+        let Running { delivery, run, .. } = self.running;
+        let (net, dice) = (&delivery.world.net, delivery.world.parts_dice());
+        let value = format!("{}#{step}", self.name);
+        let started = delivery.world.ledger.borrow_mut().start_step(net, *run, step, value.clone());
+        number.set(Some(started));
+        match dice.between(0, 3) {
+            0 => {}
+            1 => yield_now().await,
+            _ => net.clock.sleep(dice.up_to(self.longest / 2)).await,
+        }
+        (started, value)
+    }
+
+    /// Reports whether a step fails before its effect.
+    fn fails(&self) -> bool {
+        let world = &self.running.delivery.world;
+        world.net.is_stormy() && world.parts_dice().chance(world.mishaps.errors)
+    }
+
+    /// Body of a step without a reaction to doubts.
+    async fn body(&self, step: u8, number: &Cell<Option<usize>>) -> Result<String, Failure> {
+        let world = &self.running.delivery.world;
+        let (net, dice) = (&world.net, world.parts_dice());
+        let (started, value) = self.begin(step, number).await;
+        if self.fails() {
+            return Err(Failure::Passing(value));
+        }
+        world.ledger.borrow_mut().step_effect(net, started);
+        match dice.between(0, 3) {
+            0 => yield_now().await,
+            1 => net.clock.sleep(dice.up_to(self.longest / 4)).await,
+            _ => {}
+        }
+        Ok(value)
+    }
+
+    /// Body of a step under `fail` or with a reconciler: charges the bank of the step. An error is uncertain once the
+    /// charge was requested.
+    async fn charge(&self, step: u8, bank: Bank, number: &Cell<Option<usize>>) -> Result<String, Failure> {
+        let Delivery { world, operation, .. } = self.running.delivery;
+        let (started, value) = self.begin(step, number).await;
+        if self.fails() {
+            world.ledger.borrow_mut().step_failed(&world.net, started);
+            return Err(Failure::Passing(value));
+        }
+        let account = world.charges.account(*operation, step);
+        world.charge(account, bank, &value).await.ok_or(Failure::Doubtful(value))
+    }
+
+    /// Reconciler of a step: asks the bank of the step, and sometimes fails.
+    async fn find_charge(&self, step: u8, bank: Bank) -> Result<Reconciliation<String>, Failure> {
+        let Running { delivery, run, .. } = self.running;
+        let Delivery { world, operation, .. } = delivery;
+        let (net, dice) = (&world.net, world.parts_dice());
+        let inquiry = world.ledger.borrow_mut().start_step_inquiry(net, *run, step);
+        // A bank that does not refuse a second request is asked after every earlier request has expired, or answers
+        // that it does not know yet.
+        let knows = match bank.not_found {
+            Some(NotFound::NotDoneAfterExpiry) => true,
+            Some(NotFound::Unknown) => !net.is_stormy(),
+            Some(NotFound::NotDone) | None => false,
+        };
+        if knows {
+            net.clock.sleep(bank.expiry).await;
+            self.running.believe();
+        }
+        if net.is_stormy() && dice.chance(100) {
+            return Err(Failure::Passing(format!("question {inquiry}")));
+        }
+        let found = world.charges.of(world.charges.account(*operation, step)).first().cloned();
+        net.clock.sleep(dice.up_to(self.longest / 4)).await;
+        self.running.believe();
+        Ok(match (found, net.prank) {
+            (Some(name), _) => Reconciliation::Done(name),
+            (None, _) if knows || bank.not_found == Some(NotFound::NotDone) => {
+                world.ledger.borrow_mut().step_not_done(net, inquiry);
+                Reconciliation::NotDone
+            }
+            (None, DeliberateBreak::StepUnknownIsNotDone) => Reconciliation::NotDone,
+            (None, DeliberateBreak::StepUnknownIsDone) => Reconciliation::Done("nothing".to_owned()),
+            _ => Reconciliation::Unknown { ask_again: delivery.operation().terms.lease / 4 },
+        })
     }
 }
 
@@ -841,6 +953,52 @@ impl World {
         });
     }
 
+    /// Acts as an operator who decides about steps. The operator asks the bank, and is not always right: a request may
+    /// be under way.
+    async fn decide_steps_now_and_then(self, dice: Dice, storm: Duration) {
+        let line = Line::new(98, (self.open)(), Arc::clone(&self.net), None);
+        while self.net.is_stormy() {
+            self.net.clock.sleep(Duration::from_millis(1) + dice.up_to(storm / 10)).await;
+            let n = usize::try_from(dice.between(0, self.operations.len() as u64 - 1)).expect("few");
+            let key = &self.operations[n].key;
+            let Ok(Some(found)) = line.inspect(key).await else { continue };
+            let Ok(steps) = found.steps() else { continue };
+            if steps.is_empty() {
+                continue;
+            }
+            if dice.chance(300) {
+                // A person takes some time to decide, and the attempt may journal another entry meanwhile.
+                self.net.clock.sleep(dice.up_to(storm / 8)).await;
+            }
+            let operator = line.operator().by("carol");
+            let in_doubt = steps.iter().find(|step| step.state() == StepState::InDoubt);
+            let (what, decided) = match (dice.between(0, 9), in_doubt) {
+                (0, _) => ("operations reopened without steps", operator.reopen_without_steps(key, &found).await),
+                (1, _) => {
+                    let from = &steps[usize::try_from(dice.between(0, steps.len() as u64 - 1)).expect("few")];
+                    ("operations reopened from a step", operator.reopen_from(key, &found, from.name()).await)
+                }
+                (_, Some(step)) => {
+                    let number = (0..3).find(|number| step_name(*number) == step.name()).expect("a step of the world");
+                    let charge = self.charges.of(self.charges.account(n, number)).first().cloned();
+                    let (what, resolution) = match charge {
+                        Some(name) => ("steps that an operator declared done", StepResolution::done(&name)),
+                        None => ("steps that an operator declared not done", Ok(StepResolution::not_done())),
+                    };
+                    let resolution = resolution.expect("a text is written");
+                    (what, operator.resolve_step(key, &found, step.name(), resolution).await)
+                }
+                _ => continue,
+            };
+            self.count(match decided {
+                Ok(()) => what,
+                Err(OperatorError::LiveLease { .. }) => "decisions about steps that a live lease refused",
+                Err(OperatorError::Changed { .. }) => "decisions about steps of records that had changed",
+                Err(_) => "other decisions about steps",
+            });
+        }
+    }
+
     /// Returns a decision with a result, or a decision to forget the record; `None` if the operator only reopens keys.
     fn decision(&self, dice: &Dice, key: &Key, found: &Inspection) -> Option<Decision> {
         let (number, attempt) = (self.bodies.get(), found.attempt());
@@ -879,6 +1037,9 @@ impl World {
         self.simulation.spawn(self.clone().kill_now_and_then(storm));
         self.simulation.spawn(self.clone().decide_now_and_then(storm));
         self.simulation.spawn(self.clone().jump_now_and_then(storm));
+        if let Some(dice) = self.guards.clone() {
+            self.simulation.spawn(self.clone().decide_steps_now_and_then(dice, storm));
+        }
         let outages =
             self.outages.clone().map(|dice| self.simulation.spawn(self.clone().cut_off_now_and_then(dice, storm)));
         self.net.clock.sleep(storm).await;
@@ -934,6 +1095,36 @@ impl World {
             let is_decided = self.net.history().was_reopened(n, 0..) || !self.net.history().resolved(n).is_empty();
             if is_right && !is_decided && operation.terms.ttl == FOR_EVER && charges.len() > 1 {
                 ledger.find(Check::Charged, n, format!("{bank:?} has charged {charges:?}"));
+            }
+        }
+    }
+
+    /// Checks the charges of steps under `fail` and of steps with a reconciler; see [`Check::StepCharged`].
+    fn check_step_charges(&self) {
+        for (n, operation) in self.operations.iter().enumerate() {
+            let guards = (0..operation.terms.steps).zip(operation.terms.guards);
+            for (step, guard) in guards.filter_map(|(step, guard)| Some((step, guard?))) {
+                let history = self.net.history();
+                if operation.terms.ttl != FOR_EVER || history.was_forgotten(n) {
+                    continue;
+                }
+                let (permits, charges) =
+                    (history.permits(n, &step_name(step)).len(), self.charges.of(self.charges.account(n, step)));
+                // A reconciler can't know the bodies whose lease an operator broke.
+                let is_right = !guard.reconciles || !history.was_broken_ever(n);
+                let is_decided = permits > 0 || !history.resolved(n).is_empty();
+                drop(history);
+                let mut ledger = self.ledger.borrow_mut();
+                if is_right && charges.len() > 1 + permits {
+                    let text = format!("step {step} with {guard:?} has charged {charges:?} after {permits} permits");
+                    ledger.find(Check::StepCharged, n, text);
+                }
+                let complete = ledger.complete(n).filter(|_| !is_decided && charges.is_empty());
+                if let Some(text) =
+                    complete.map(|call| format!("{call:?} has succeeded, and step {step} has not charged"))
+                {
+                    ledger.find(Check::StepCharged, n, text);
+                }
             }
         }
     }
@@ -1007,7 +1198,7 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
     for operation in operations.iter_mut().filter(|_| singles.chance(100)) {
         operation.terms.max_attempts = Some(1);
     }
-    let steps = Some(Dice::new(seed ^ STEPS)).filter(|dice| dice.chance(300));
+    let steps = Some(Dice::new(seed ^ PARTS)).filter(|dice| dice.chance(300));
     if let Some(dice) = &steps {
         for operation in operations.iter_mut().filter(|_| dice.chance(800)) {
             operation.terms.steps = dice.pick(&[1, 2, 3]);
@@ -1021,6 +1212,8 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
             (operation.terms.on_store_error, operation.records) = (OnStoreError::Fail, true);
         }
     }
+    let guards = Some(Dice::new(seed ^ GUARDS)).filter(|dice| steps.is_some() && dice.chance(900));
+    let mishaps = guards.as_ref().map_or(mishaps, |dice| guard_steps(dice, &mut operations, mishaps));
     for operation in &operations {
         net.history().key(&operation.key);
     }
@@ -1047,6 +1240,7 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         outages,
         losses,
         steps,
+        guards,
         charges: Charges::new(banks, operations.len()),
         ledger: RefCell::default(),
         operations,
@@ -1060,6 +1254,21 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
     }));
     let ended = world.simulation.try_run(world.clone().live(storm));
     finish(world, seed, ended.err().map(|stuck| stuck.to_string()))
+}
+
+/// Draws reactions of the steps of `operations` to doubts. Returns the mishaps of such a world, in which enough bodies
+/// are cut off inside of their steps.
+fn guard_steps(dice: &Dice, operations: &mut [Operation], mishaps: Mishaps) -> Mishaps {
+    for operation in operations.iter_mut().filter(|it| it.bank.is_none() && it.terms.steps > 0) {
+        let lease = operation.terms.lease;
+        operation.terms.guards = std::array::from_fn(|_| {
+            let guard = Guard::draw(dice, lease, mishaps.blocked > 0);
+            dice.chance(800).then_some(guard)
+        });
+        // A body without a reservation would charge again.
+        operation.terms.on_store_error = OnStoreError::Fail;
+    }
+    Mishaps { kills: mishaps.kills.max(300), cancelled: mishaps.cancelled.max(100), ..mishaps }
 }
 
 fn operations(dice: &Dice, lease: Duration) -> Vec<Operation> {
@@ -1079,6 +1288,7 @@ fn operations(dice: &Dice, lease: Duration) -> Vec<Operation> {
             on_store_error: dice.pick(&[OnStoreError::Fail, OnStoreError::Fail, OnStoreError::Fail, OnStoreError::Run]),
             max_result_bytes: 60,
             steps: 0,
+            guards: [None; STEPS],
         };
         let key = Key::new("simulation", format!("k{n}")).expect("valid");
         let inner = (nested && n < count).then_some(count);
@@ -1104,6 +1314,7 @@ fn finish(world: World, seed: u64, stuck: Option<String>) -> Report {
         let net = Arc::clone(&world.net);
         world.ledger.borrow_mut().close(&net);
         world.check_charges();
+        world.check_step_charges();
     }
     for key in (0..world.operations.len()).filter(|_| ends) {
         let verdict = linearize::check(&world.net.history(), key);
