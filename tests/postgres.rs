@@ -627,8 +627,8 @@ async fn writes_all_but_the_refused(partitions: u16, with_error: bool) {
     )
     .await
     .unwrap();
-    let mut sent = Vec::new();
-    let mut send = |why, lease, bytes, answer, kept| sent.push(SentJournal { why, lease, bytes, answer, kept });
+    let mut journals = Vec::new();
+    let mut send = |why, lease, bytes, answer, kept| journals.push(SentJournal { why, lease, bytes, answer, kept });
     let (applied, refused) = (Ok(Verdict::Applied), Ok(Verdict::Refused));
     let with_journal = async |name: &str| {
         let lease = reserved(&store, name).await;
@@ -667,7 +667,7 @@ async fn writes_all_but_the_refused(partitions: u16, with_error: bool) {
         let oversized = reserved(&store, "oversized").await;
         send("of a record that the server refuses", oversized, 20, Err(StoreErrorKind::TooLarge), None);
     }
-    check_journals(&server, &store, &raw, &sent, with_error).await;
+    check_journals(&server, &store, &raw, &journals, with_error).await;
 }
 
 /// Sends all journals concurrently, and checks their answers, their records and the number of their statements.
