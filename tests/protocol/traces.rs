@@ -144,8 +144,8 @@ fn a_modelled_store_with_a_mistake_disagrees_with_the_memory_store() {
         MaxAttemptsIgnored, OwnReservationIsForeign, RefundRepeated, RefusedAppendExtends, ReleaseAnybodys,
         ReleaseDropsJournal, ReleaseForgets, ReleaseOverFinished, RenewAnyAttempt, RenewAnybodys, ReopenDropsJournal,
         ReopenForgetsNumber, ReopenLive, RepeatedFinishRefused, RepeatedReleaseRefused, ReserveOverFinished,
-        ShorterJournalReplaces, StepsDecidedUnseen, StepsDecidedWhileRunning, TakeoverDropsJournal,
-        TakeoverKeepsNumber, TakeoverKeepsToken,
+        ShorterJournalReplaces, StepsDecidedWhileRunning, TakeoverDropsJournal, TakeoverKeepsNumber,
+        TakeoverKeepsToken,
     };
     let runtime = runtime();
     // These mistakes change an answer of the store, or a record.
@@ -184,7 +184,6 @@ fn a_modelled_store_with_a_mistake_disagrees_with_the_memory_store() {
         RepeatedReleaseRefused,
         ReserveOverFinished,
         ShorterJournalReplaces,
-        StepsDecidedUnseen,
         StepsDecidedWhileRunning,
         TakeoverDropsJournal,
         TakeoverKeepsNumber,
@@ -561,7 +560,7 @@ struct Pair<'a> {
     /// True if the body has started in the model.
     ran: bool,
     started: Arc<Mutex<bool>>,
-    /// What the first step of the body does, if its beginning is journaled.
+    /// Behaviour of the first step of the body, if its beginning is journaled.
     script: Script,
     /// Late requests of the model, each with the corresponding request of the engine.
     late: Vec<(Request, Real)>,
