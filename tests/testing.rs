@@ -1273,7 +1273,7 @@ mod explorer {
     fn a_step_whose_reconciler_asks_too_early_is_found_by_its_name() {
         let is = |it: &Problem| matches!(it, Problem::FalseNotDone { step: Some(step), .. } if step == "book");
         let report = found_in_shipment(StepMistake::AsksTooEarly, is);
-        let found: BTreeSet<_> = report.findings().iter().map(|it| it.scenario()).collect();
+        let found: BTreeSet<_> = report.findings().iter().map(idem_runtime::testing::Finding::scenario).collect();
         for scenario in ["late@effect:2", "crash-late@effect:2", "late@effect:2/order:1", "stop@effect:2"] {
             assert!(found.contains(scenario), "{scenario}: {report}");
         }
@@ -1302,7 +1302,7 @@ mod explorer {
             );
             assert!(report.to_string().contains(&sentence), "{report}");
         }
-        let found: BTreeSet<_> = report.findings().iter().map(|it| it.scenario()).collect();
+        let found: BTreeSet<_> = report.findings().iter().map(idem_runtime::testing::Finding::scenario).collect();
         for effect in [2, 3] {
             assert!(found.contains(&*format!("late@effect:{effect}")), "{report}");
             assert!(found.contains(&*format!("answer-lost@effect:{effect}")), "{report}");

@@ -594,12 +594,12 @@ impl Script {
         }
     }
 
-    fn answer(self, step: u8) -> Result<Reconciliation<u8>, Failure> {
-        Ok(match self.settled {
+    fn answer(self, step: u8) -> Reconciliation<u8> {
+        match self.settled {
             Settled::Done => Reconciliation::Done(step),
             Settled::NotDone => Reconciliation::NotDone,
             Settled::Unknown => Reconciliation::Unknown { ask_again: TICK },
-        })
+        }
     }
 }
 
@@ -660,7 +660,7 @@ impl<'a> Pair<'a> {
                         described.fail().uncertain_errors_if(Failure::is_doubtful).run(async |_| script.end(step)).await
                     }
                     Reaction::Reconcile if plan.guards(step) => {
-                        let described = described.reconcile(async |_| script.answer(step));
+                        let described = described.reconcile(async |_| Ok(script.answer(step)));
                         described.uncertain_errors_if(Failure::is_doubtful).run(async |_| script.end(step)).await
                     }
                     _ => described.run(async |_| Ok::<u8, Failure>(step)).await,

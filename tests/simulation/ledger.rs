@@ -117,6 +117,7 @@ pub(crate) enum BodyEnd {
 
 /// One run of a body.
 #[derive(Clone, Debug)]
+#[allow(clippy::struct_excessive_bools, reason = "each is a fact of its own about the run")]
 pub(crate) struct Run {
     pub(crate) call: usize,
     /// Fencing token of the attempt; 0 without a reservation.
