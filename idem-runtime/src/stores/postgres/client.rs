@@ -23,17 +23,21 @@ pub(super) struct Database {
     prepares: bool,
     /// Permits for operations other than renewals; `None` if no connection has to stay free for renewals.
     spare: Option<Semaphore>,
+    /// Permits for large operations of all kinds.
+    large: Option<Semaphore>,
 }
 
 impl Database {
     pub(super) fn new(sessions: Sessions, clock: Arc<dyn Clock>, timeout: Duration, prepares: bool) -> Self {
-        Self { sessions, clock, timeout, prepares, spare: None }
+        let large = sessions.size().saturating_sub(1) / 2;
+        let large = (large > 0).then(|| Semaphore::new(large));
+        Self { sessions, clock, timeout, prepares, spare: None, large }
     }
 
     /// Limits operations other than renewals to one connection at a time, so that the other connections stay free for
     /// renewals.
     pub(super) fn for_renewals(self) -> Self {
-        Self { spare: Some(Semaphore::new(1)), ..self }
+        Self { spare: Some(Semaphore::new(1)), large: None, ..self }
     }
 
     pub(super) fn clock(&self) -> &Arc<dyn Clock> {
@@ -44,11 +48,11 @@ impl Database {
         self.timeout
     }
 
-    /// Returns the number of connections that operations with large results may take, in addition to a lone operation's
-    /// connection. About half of all connections stay free for other operations. Returns 0 for the pool of renewals,
-    /// where large operations take no extra connection.
-    pub(super) fn for_large(&self) -> usize {
-        if self.spare.is_some() { 0 } else { self.sessions.size().saturating_sub(1) / 2 }
+    /// Permits for operations with large results or journals, in addition to the connections of lone operations. About
+    /// half of all connections stay free for other operations. `None` if there are too few connections, and for the
+    /// pool of renewals: large operations then take no extra connection.
+    pub(super) fn large(&self) -> Option<&Semaphore> {
+        self.large.as_ref()
     }
 
     /// Returns the time of the latest exchange of bytes.

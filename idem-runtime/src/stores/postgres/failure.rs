@@ -75,9 +75,10 @@ impl OpFailure {
     }
 
     /// Adapts the failure to operations that earlier statements may have written: the error must not state that nothing
-    /// was written.
+    /// was written, and the batch must not be sent again, because a further failure would state that.
     pub(super) fn after_writes(self) -> Self {
-        Self { kind: StoreErrorKind::Unconfirmed, ..self }
+        let kind = StoreErrorKind::Unconfirmed;
+        Self { kind, blames_one: false, is_deadlock: false, is_locked: false, ..self }
     }
 
     fn giving_up(self) -> Self {

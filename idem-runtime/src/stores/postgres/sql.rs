@@ -185,6 +185,8 @@ pub(super) struct Statements {
     /// Renews leases, and puts a journal into the record of each, unless the record has a journal of the same length or
     /// a longer one. Returns the indexes of the renewed leases, counted from 1. Parameters: as for `renew`, then
     /// `journals`. No attempt occurs twice.
+    pub(super) append_many: Statement,
+    /// Like `append_many`, for one journal, of which the server then makes no copy.
     pub(super) append: Statement,
     /// Returns the indexes of the leases that their attempts still hold. If such a lease was not renewed, another
     /// session had locked its row. Parameters: as for `renew`.
@@ -472,15 +474,18 @@ impl Statements {
         );
         // A longer journal is a later one: a late copy of an earlier request must not replace it. The server knows the
         // length of a stored journal without reading its content.
-        let append = format!(
-            "UPDATE {table} AS r SET lapses_at = greatest(r.lapses_at, {now} + {}), \
-             expires_at = greatest(r.expires_at, {now} + {}), result = CASE \
-             WHEN coalesce(octet_length(r.result), 0) < octet_length(u.journal) THEN u.journal ELSE r.result END \
-             FROM unnest($1, $2, $3, $4) WITH ORDINALITY AS u (key, owner, attempt, journal, place) \
-             WHERE {held} AND {free_many} RETURNING u.place",
-            ms("r.lease_ms"),
-            ms("r.lease_ms + r.ttl_ms"),
-        );
+        let append = |from: &str, free: &str| {
+            format!(
+                "UPDATE {table} AS r SET lapses_at = greatest(r.lapses_at, {now} + {}), \
+                 expires_at = greatest(r.expires_at, {now} + {}), result = CASE \
+                 WHEN coalesce(octet_length(r.result), 0) < octet_length(u.journal) THEN u.journal ELSE r.result END \
+                 FROM {from} AS u (key, owner, attempt, journal, place) WHERE {held} AND {free} RETURNING u.place",
+                ms("r.lease_ms"),
+                ms("r.lease_ms + r.ttl_ms"),
+            )
+        };
+        let append_many = append("unnest($1, $2, $3, $4) WITH ORDINALITY", &free_many);
+        let append = append("(VALUES ($1, $2, $3, $4, 1::bigint))", &free_one);
         let held = format!("SELECT u.place FROM {asked} JOIN {table} AS r ON {held}");
         let pending = format!("r.key = $1 AND r.attempt = $2 AND r.state = 'pending' AND {there}");
         let mark = format!(
@@ -584,7 +589,11 @@ impl Statements {
             end_many: statement(end("unnest($1, $2, $3, $4, $5, $6, $7, $8, $9)", &free_many), &END_MANY),
             renew: statement(renew, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY]),
             begin: statement(begin, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY]),
-            append: statement(append, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY, Type::BYTEA_ARRAY]),
+            append_many: statement(
+                append_many,
+                &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY, Type::BYTEA_ARRAY],
+            ),
+            append: statement(append, &[Type::TEXT, Type::BYTEA, Type::INT8, Type::BYTEA]),
             held: statement(held, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY]),
             mark: statement(mark, by_attempt),
             is_pending: statement(is_pending, by_attempt),

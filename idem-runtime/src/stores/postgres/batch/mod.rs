@@ -100,9 +100,6 @@ struct WorkLanesInner<W: Work> {
     is_busy: AtomicBool,
     /// Permits for operations on locked records.
     alone: Semaphore,
-    /// Permits for large operations. `None` if there are too few connections: large operations then gather like all
-    /// other operations.
-    large: Option<Semaphore>,
     /// Keys whose rows were locked, and the time until which operations on these keys are sent alone.
     locked: Mutex<HashMap<String, Instant>>,
     /// True if `locked` may contain keys, which is rare. While false, an operation need not take the lock of `locked`.
@@ -139,13 +136,11 @@ impl<W: Work> Drop for LoneOp<'_, W> {
 impl<W: Work> WorkLanes<W> {
     /// Makes the lanes, which are tasks of the current runtime.
     pub(super) fn new(work: W) -> Self {
-        let large = work.database().for_large();
         Self(Arc::new(WorkLanesInner {
             work,
             lanes: Lanes::new(),
             is_busy: AtomicBool::new(false),
             alone: Semaphore::new(ALONE),
-            large: (large > 0).then(|| Semaphore::new(large)),
             locked: Mutex::default(),
             any_locked: AtomicBool::new(false),
         }))
@@ -193,7 +188,7 @@ impl<W: Work> WorkLanesInner<W> {
         if self.was_locked(W::key(operation)) {
             return Some(LoneReason::Locked);
         }
-        (self.large.is_some() && W::bytes(operation) > LARGE).then_some(LoneReason::Large)
+        (self.work.database().large().is_some() && W::bytes(operation) > LARGE).then_some(LoneReason::Large)
     }
 
     /// Returns whether another session has recently locked the row of `key`.
@@ -221,7 +216,7 @@ impl<W: Work> WorkLanesInner<W> {
     /// Sends an operation alone once a permit is free, unless its caller is gone by then.
     async fn ask_alone(self: Arc<Self>, waiting: QueuedOp<W>, why: LoneReason) {
         let database = self.work.database();
-        let (room, full) = match (why, &self.large) {
+        let (room, full) = match (why, database.large()) {
             (LoneReason::Large, Some(large)) => (large, "other large values are still on their way"),
             _ => (&self.alone, "other operations wait for records that another session has locked"),
         };

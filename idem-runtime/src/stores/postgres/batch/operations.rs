@@ -295,7 +295,7 @@ impl JournalWrites {
         let journals: Vec<&[u8]> = longest.iter().map(|row| &row.journal.bytes()[..]).collect();
         let params: [&(dyn ToSql + Sync); 4] = [&leases.keys, &leases.owners, &leases.attempts, &HiddenParam(journals)];
         let bytes = longest.iter().map(|row| Self::bytes(row)).sum();
-        let answer = self.0.rows(&self.0.sql.append, &params, Effect::Records(bytes)).await?;
+        let answer = self.0.rows(&self.0.sql.append_many, &params, Effect::Records(bytes)).await?;
         let mut written = vec![false; rows.len()];
         for (places, is_written) in attempts.iter().zip(sql::answered(&answer, longest.len())) {
             for place in *places {
@@ -332,7 +332,15 @@ impl Work for JournalWrites {
     }
 
     async fn one(&self, row: &JournalRow) -> Result<bool, OpFailure> {
-        Ok(self.write(&[row]).await?.contains(&true))
+        let JournalRow { lease, journal } = row;
+        let params: [&(dyn ToSql + Sync); 4] = [
+            &lease.key.as_str(),
+            &HiddenParam(&lease.owner.as_bytes()[..]),
+            &i64::from(lease.attempt),
+            &HiddenParam(&journal.bytes()[..]),
+        ];
+        let effect = Effect::Records(journal.bytes().len());
+        Ok(!self.0.rows(&self.0.sql.append, &params, effect).await?.is_empty())
     }
 
     async fn many(&self, rows: &[QueuedOp<Self>]) -> Result<Vec<bool>, OpFailure> {
