@@ -595,6 +595,25 @@ async fn the_outcome_counts_the_steps_that_a_delivery_leaves_in_doubt() {
     assert_eq!(outcome.disposition(), Disposition::Ack);
 }
 
+/// The journal says that the body has begun, until it says that the effect did not happen.
+#[tokio::test]
+async fn a_certain_error_is_no_doubt_once_the_journal_says_so() {
+    let world = World::new();
+    let failing = async |_| Err::<u32, _>(Error::NoAttempt);
+    let body = async { current()?.step("pay").fail().run(failing).await };
+    let (_, outcome) = observe(world.call_of(body)).await;
+    assert_eq!(outcome.steps_in_doubt(), 0, "{outcome:?}");
+    // The step is dropped in the pause before its second try.
+    let body = async {
+        let backoff = Backoff::new(Duration::from_secs(60), Duration::from_secs(60));
+        let step = current()?.step("pay").fail().retry(2, backoff).run(failing);
+        futures::future::select(Box::pin(step), Box::pin(yields(8))).await;
+        Err::<u32, _>(Error::NoAttempt)
+    };
+    let (_, outcome) = observe(world.call_of(body)).await;
+    assert_eq!(outcome.steps_in_doubt(), 1, "{outcome:?}");
+}
+
 #[tokio::test]
 async fn the_outcome_counts_the_steps_of_a_call_that_is_cut_off() {
     let effects = Effects::default();

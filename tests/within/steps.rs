@@ -1,5 +1,6 @@
 //! Steps whose entry is a record in the user's transaction.
 
+use idem_runtime::StoreExt as _;
 use idem_runtime::step::StepProblem;
 
 use super::super::*;
@@ -77,6 +78,28 @@ async fn a_step_in_a_transaction_keeps_the_rules_of_steps() {
     assert_eq!(till.payments(), 1, "the writes of the failed body are undone");
     let names: String = till.connection().query_row("SELECT name FROM payments", [], |row| row.get(0)).unwrap();
     assert_eq!(names, "debit");
+}
+
+/// A version of the handler under `.fail()` died in the step, and the next version has the step in a transaction.
+#[tokio::test]
+async fn a_step_in_doubt_does_not_run_in_a_transaction() {
+    let (till, store) = (Till::new(), MemoryStore::new());
+    let body = async {
+        let step = current()?.step("debit").fail().timeout(std::time::Duration::from_millis(1));
+        step.run(async |_| std::future::pending::<Result<u32, Error>>().await).await
+    };
+    assert!(Operation::new(&store, Ok(key("order")), POLICY).run(body).await.is_err());
+    let operator = store.operator().by("alice").reason("INC-7");
+    let found = operator.inspect(&key("order")).await.unwrap().unwrap();
+    operator.reopen(&key("order"), &found).await.unwrap();
+    let mut connection = till.connection();
+    let tx = begin(&mut connection);
+    let body = async {
+        let debit = current()?.step("debit").within(SqliteStore::within(&tx));
+        debit.run(async |_| -> Result<u32, Error> { unreachable!("the step is in doubt") }).await
+    };
+    let refused = Operation::new(&store, Ok(key("order")), POLICY).run(body).await;
+    assert!(matches!(refused, Err(Error::Step { problem: StepProblem::Interrupted { .. }, .. })), "{refused:?}");
 }
 
 #[tokio::test]

@@ -105,6 +105,10 @@ impl Outcome {
     /// above zero if the handler returned `Ok` although it had dropped a step. Steps that are not journaled (without a
     /// reservation, in shadow mode) and steps [within](crate::step::StepBuilder::within) a transaction do not count.
     ///
+    /// The number is the sum over all attempts of the delivery. The observed future must own its calls: a call behind a
+    /// reference ends after the observation, and its steps do not count. A step that was dropped after its body had
+    /// returned counts, although [`StepPolicy::keep`](crate::policy::StepPolicy::keep) may have kept its value.
+    ///
     /// ```
     /// # use std::time::Duration;
     /// # use idem_runtime::{Error, MemoryStore, current, idempotent, observe};

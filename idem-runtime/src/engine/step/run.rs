@@ -135,7 +135,8 @@ where
         tried += 1;
         let is_uncertain = error.as_ref().is_none_or(|error| uncertain.is_uncertain(error));
         is_doubted |= is_uncertain;
-        if !is_doubted {
+        // With a reaction, the beginning is journaled, and the step is in doubt until the journal says otherwise.
+        if D::REACTION == Reaction::Rerun && !is_doubted {
             claim.doubt(false);
         }
         let leaves_doubt = D::REACTION != Reaction::Rerun && is_uncertain;
@@ -174,7 +175,11 @@ impl CommittedStep {
         let step = Step(Arc::new(step));
         let mut tally = Tally::new(step.attempt());
         match begin(&step, &mut tally, inputs.clone())? {
-            StepStart::Runs(claim) => Ok(Err(Self { step, inputs, claim, tally })),
+            StepStart::Runs(claim) => match claim.in_doubt_since() {
+                // An earlier version of the handler has begun the step outside of a transaction.
+                Some(attempt) => Err(failed(&step, &mut tally, StepProblem::Interrupted { attempt })),
+                None => Ok(Err(Self { step, inputs, claim, tally })),
+            },
             StepStart::Ended { claim, attempt, value } => {
                 replay::<Json, T>(&step, &mut tally, claim, (attempt, value), on_undecodable).await.map(Ok)
             }
@@ -528,12 +533,13 @@ impl Claim {
         let name = since.name.clone();
         journal.undo(JournalEntry { name: name.clone(), progress: StepProgress::Undone, ..entry.clone() });
         self.stage = ClaimStage::Taken;
-        if let Err(error) = confirm(step, journal, &name).await {
-            tracing::warn!(
+        match confirm(step, journal, &name).await {
+            Ok(()) => self.doubt(false),
+            Err(error) => tracing::warn!(
                 key = %step.attempt().key(), store = step.attempt().store.context().name(), step = step.name(), %error,
                 "the body of the step returned an error, and its entry that the effect did not happen is not confirmed; the \
                  next attempt may find the step in doubt"
-            );
+            ),
         }
     }
 }
