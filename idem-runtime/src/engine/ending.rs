@@ -18,9 +18,8 @@ impl AttemptEnd {
     /// Returns the ending with the journal beside its result, if it has a result.
     pub(super) fn with_journal(self, journal: &Journal) -> Self {
         match self {
-            Self::Finish(Finish::Completed(result)) => Self::Finish(Finish::Completed(result.with_journal(journal))),
-            Self::Finish(Finish::Failed(error)) => Self::Finish(Finish::Failed(error.with_journal(journal))),
-            release @ Self::Release(_) => release,
+            Self::Finish(finish) => Self::Finish(finish.with_result(finish.result().with_journal(journal))),
+            Self::Release(_) => self,
         }
     }
 

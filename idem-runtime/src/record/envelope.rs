@@ -17,7 +17,7 @@ use std::borrow::Cow;
 use bytes::Bytes;
 
 #[cfg(any(feature = "compressed", feature = "offloaded"))]
-use super::{Finish, Record, State};
+use super::Finish;
 use super::{Journal, StoredResult};
 use crate::codec::CodecName;
 
@@ -102,17 +102,7 @@ pub(crate) fn concerns(finish: &Finish, envelope: CodecName, above: usize) -> bo
     }
 }
 
-/// Returns the payload of a finished record.
-#[cfg(any(feature = "compressed", feature = "offloaded"))]
-pub(crate) fn payload_of(record: &mut Record) -> Option<&mut StoredResult> {
-    match &mut record.state {
-        State::Completed(payload) | State::Failed(payload) => Some(payload),
-        _ => None,
-    }
-}
-
 /// Returns the payload of a record whose result can't be read, with the reason.
-#[cfg(any(feature = "compressed", feature = "offloaded"))]
 pub(crate) fn unreadable(reason: impl Into<std::sync::Arc<str>>) -> StoredResult {
     StoredResult::Unreadable { reason: reason.into() }
 }
@@ -133,17 +123,16 @@ impl StoredResult {
     /// Returns the result alone, and the journal that is stored with it.
     pub(crate) fn parts(&self) -> (Cow<'_, Self>, Option<Journal>) {
         let Self::Encoded { codec: WITH_JOURNAL, bytes } = self else { return (Cow::Borrowed(self), None) };
-        let unreadable = |reason: String| (Cow::Owned(Self::Unreadable { reason: reason.into() }), None);
         let Envelope { form, codec, size, mut rest } = match open(bytes) {
             Ok(envelope) => envelope,
-            Err(reason) => return unreadable(reason),
+            Err(reason) => return (Cow::Owned(unreadable(reason)), None),
         };
         match usize::try_from(size) {
             Ok(size) if form == Form::WithJournal as u8 && size <= rest.len() => {
                 let bytes = rest.split_to(size);
                 (Cow::Owned(Self::Encoded { codec, bytes }), Journal::new(rest))
             }
-            _ => unreadable("its envelope is damaged".to_owned()),
+            _ => (Cow::Owned(unreadable("its envelope is damaged")), None),
         }
     }
 }

@@ -84,7 +84,7 @@ impl Inspection {
 
     /// Parts the result from the journal that is stored with it, so that both can be shown.
     pub(crate) fn with_result_alone(mut self) -> Self {
-        if let State::Completed(stored) | State::Failed(stored) = &mut self.record.state
+        if let Some(stored) = self.record.state.result_mut()
             && let (Cow::Owned(result), kept) = stored.parts()
         {
             *stored = result;

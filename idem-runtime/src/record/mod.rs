@@ -244,7 +244,7 @@ impl Record {
     #[cfg(feature = "memory")]
     pub(crate) fn without_result(mut self) -> Self {
         self.journal = None;
-        if let State::Completed(result) | State::Failed(result) = &mut self.state
+        if let Some(result) = self.state.result_mut()
             && let StoredResult::Encoded { codec, bytes } = result
         {
             *result = StoredResult::LeftOut { codec: *codec, size: Some(bytes.len() as u64) };
@@ -277,6 +277,13 @@ impl State {
     pub fn result(&self) -> Option<&StoredResult> {
         match self {
             Self::Completed(payload) | Self::Failed(payload) => Some(payload),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn result_mut(&mut self) -> Option<&mut StoredResult> {
+        match self {
+            Self::Completed(result) | Self::Failed(result) => Some(result),
             _ => None,
         }
     }

@@ -184,7 +184,7 @@ impl CompressedInner {
     /// Returns `inspection` with its result unpacked.
     fn seen(&self, mut inspection: Option<Inspection>) -> Option<Inspection> {
         if let Some(Inspection { record, .. }) = &mut inspection
-            && let Some(payload) = envelope::payload_of(record)
+            && let Some(payload) = record.state.result_mut()
         {
             self.unpack(payload);
         }
@@ -226,7 +226,7 @@ impl Store for CompressedInner {
         StoreFuture::new(async move {
             let mut answer = self.inner.reserve(request).await?;
             if let Reservation::Finished { record, .. } = &mut answer
-                && let Some(payload) = envelope::payload_of(record)
+                && let Some(payload) = record.state.result_mut()
             {
                 self.unpack(payload);
             }
