@@ -107,7 +107,7 @@ impl<C> StepBuilder<RerunOnDoubt, Never, C> {
     /// # }
     /// ```
     pub fn irreversible(self) -> StepBuilder<Irreversible, Always, C> {
-        self.with(Irreversible, |_| Always)
+        self.with(|_, _| (Irreversible, Always))
     }
 }
 
@@ -121,9 +121,11 @@ impl StepBuilder {
 }
 
 impl<D, U, C> StepBuilder<D, U, C> {
-    /// Returns this description with another reaction to a doubt, and another rule for uncertain errors.
-    fn with<D2, U2>(self, doubt: D2, uncertain: impl FnOnce(U) -> U2) -> StepBuilder<D2, U2, C> {
-        StepBuilder { options: self.options, doubt, uncertain: uncertain(self.uncertain), codec: PhantomData }
+    /// Returns this description with other types: `change` gets the reaction to a doubt, and the rule for uncertain
+    /// errors.
+    fn with<D2, U2, C2>(self, change: impl FnOnce(D, U) -> (D2, U2)) -> StepBuilder<D2, U2, C2> {
+        let (doubt, uncertain) = change(self.doubt, self.uncertain);
+        StepBuilder { options: self.options, doubt, uncertain, codec: PhantomData }
     }
 
     /// Sets the codec of the value (default: [`Json`]). A value that another codec of the library has journaled is read
@@ -139,8 +141,7 @@ impl<D, U, C> StepBuilder<D, U, C> {
     /// # }
     /// ```
     pub fn codec<C2: Codec>(self) -> StepBuilder<D, U, C2> {
-        let Self { options, doubt, uncertain, .. } = self;
-        StepBuilder { options, doubt, uncertain, codec: PhantomData }
+        self.with(|doubt, uncertain| (doubt, uncertain))
     }
 
     /// Adds the fingerprint of the inputs. If an earlier attempt has journaled the step with other inputs, or without
@@ -178,7 +179,7 @@ impl<D, U, C> StepBuilder<D, U, C> {
     /// [`StepProblem::Interrupted`](crate::step::StepProblem::Interrupted), and the operation is interrupted if the
     /// handler returns an error. `idem resolve --step` then records whether the effect happened.
     pub fn fail(self) -> StepBuilder<FailOnDoubt, U, C> {
-        self.with(FailOnDoubt, |same| same)
+        self.with(|_, uncertain| (FailOnDoubt, uncertain))
     }
 
     /// Asks `reconciler` whether the effect has happened, before the body may run again. See [`Reconciliation`] for the
@@ -216,24 +217,19 @@ impl<D, U, C> StepBuilder<D, U, C> {
         F: FnOnce(Step) -> Fut,
         Fut: Future<Output = Result<Reconciliation<T>, E>>,
     {
-        self.with(ReconcileOnDoubt(reconciler), |same| same)
+        self.with(|_, uncertain| (ReconcileOnDoubt(reconciler), uncertain))
     }
 
     /// Leaves the effect in doubt after each error of the body: a request that timed out may have arrived. Has an
     /// effect with [`fail`](Self::fail) and [`reconcile`](Self::reconcile) only.
     pub fn uncertain_errors(self) -> StepBuilder<D, Always, C> {
-        self.uncertain_errors_by(Always)
+        self.with(|doubt, _| (doubt, Always))
     }
 
     /// Leaves the effect in doubt after the errors of the body for which `is_uncertain` returns true (default: after no
     /// error). Has an effect with [`fail`](Self::fail) and [`reconcile`](Self::reconcile) only.
     pub fn uncertain_errors_if<E, F: Fn(&E) -> bool>(self, is_uncertain: F) -> StepBuilder<D, F, C> {
-        self.uncertain_errors_by(is_uncertain)
-    }
-
-    fn uncertain_errors_by<U2>(self, uncertain: U2) -> StepBuilder<D, U2, C> {
-        let Self { options, doubt, codec, .. } = self;
-        StepBuilder { options, doubt, uncertain, codec }
+        self.with(|doubt, _| (doubt, is_uncertain))
     }
 
     /// Runs the body up to `tries` times, with the pauses of `backoff`, in this attempt and under its lease. An error
