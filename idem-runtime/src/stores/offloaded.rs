@@ -260,23 +260,27 @@ impl OffloadedInner {
         .await
     }
 
-    /// Uploads a result or a value of the attempt of `lease`. Returns the path of the object, and the reference to it.
-    /// `writer` enters the path: a result that is removed must not be the equal value of a step.
-    async fn upload_of(
+    /// Makes an object of a result or a value. Returns the path of the object, and the reference to it. `writer` enters
+    /// the path: a result that is removed must not be the equal value of a step.
+    async fn place(
         &self,
-        lease: &Lease,
+        limit: Duration,
+        key: &Key,
         writer: &[u8],
-        codec: CodecName,
-        bytes: &Bytes,
+        (codec, bytes): (CodecName, &Bytes),
     ) -> Result<(Path, StoredResult), ObjectFailure> {
         let digest: [u8; DIGEST_BYTES] = Sha256::digest(bytes).into();
-        let path = self.path(&lease.key, writer, &digest);
-        // If the handler ended at its first poll, its lease is not renewed during the upload, so the upload must end
-        // well before the lease.
-        let limit = self.options.timeout.min(lease.duration / 3);
+        let path = self.path(key, writer, &digest);
         self.upload(limit, &path, bytes).await?;
-        let reference = in_object(codec, bytes.len(), &digest, &path);
-        Ok((path, reference))
+        let parts: [&[u8]; 2] = [&digest, path.as_ref().as_bytes()];
+        let reference = envelope::seal(Form::Object, &codec, bytes.len(), &parts);
+        Ok((path, StoredResult::Encoded { codec: CODEC, bytes: reference }))
+    }
+
+    /// Returns the time limit of an upload during a call of the attempt of `lease`. If the handler ended at its first
+    /// poll, its lease is not renewed during the upload, so the upload must end well before the lease.
+    fn limit_of(&self, lease: &Lease) -> Duration {
+        self.options.timeout.min(lease.duration / 3)
     }
 
     /// Tries once to remove an object. If the removal fails, the lifecycle rule removes the object later.
@@ -294,7 +298,7 @@ impl OffloadedInner {
             return self.inner.finish(lease, finish).await;
         };
         if bytes.len() > self.options.above {
-            match self.upload_of(lease, lease.owner.as_bytes(), *codec, bytes).await {
+            match self.place(self.limit_of(lease), &lease.key, lease.owner.as_bytes(), (*codec, bytes)).await {
                 Ok((path, reference)) => {
                     let offloaded = finish.with_result(reference);
                     let written = self.inner.finish(lease, &offloaded).await;
@@ -330,17 +334,16 @@ impl OffloadedInner {
                 None => self.inner.decide(decision).await,
             };
         }
-        let digest: [u8; DIGEST_BYTES] = Sha256::digest(bytes).into();
         // A repetition of the decision uses the same path, so that it writes the same object. If the decision is
         // refused, the object stays until the lifecycle rule removes it: a record that an earlier copy of the decision
         // wrote may refer to the object.
-        let path = self.path(&decision.key, &decision.seen.attempt().to_be_bytes(), &digest);
-        self.upload(self.options.timeout, &path, bytes).await.map_err(|failure| {
+        let writer = decision.seen.attempt().to_be_bytes();
+        let placed = self.place(self.options.timeout, &decision.key, &writer, (*codec, bytes)).await;
+        let (_, reference) = placed.map_err(|failure| {
             let message = format!("nothing was decided: the result can't be kept: {}", failure.reason());
             StoreError::new(StoreErrorKind::Unavailable, message)
         })?;
-        let decided =
-            self.inner.decide(&with(finish.with_result(in_object(*codec, bytes.len(), &digest, &path)))).await?;
+        let decided = self.inner.decide(&with(finish.with_result(reference))).await?;
         if decided == DecisionAnswer::Finished
             && let Some(found) = self.inspect(&decision.key).await?
             && found.record.attempt == decision.seen.attempt()
@@ -354,7 +357,7 @@ impl OffloadedInner {
 
     /// Replaces the envelope in a record by the result to which the envelope refers, before the record is replayed.
     async fn open_replay(&self, key: &Key, record: &mut Record) {
-        if let Some(payload) = envelope::payload_of(record)
+        if let Some(payload) = record.state.result_mut()
             && let StoredResult::Encoded { codec: CODEC, bytes } = payload
         {
             // A failure is not returned as an error: with `on_store_error = run`, an error would run the finished
@@ -419,7 +422,7 @@ impl StepValues for OffloadedInner {
         }
         StoreFuture::new(async move {
             let writer = [b"step", &lease.owner.as_bytes()[..]].concat();
-            let uploaded = self.upload_of(lease, &writer, *codec, bytes).await;
+            let uploaded = self.place(self.limit_of(lease), &lease.key, &writer, (*codec, bytes)).await;
             uploaded.map(|(_, reference)| reference).map_err(|failure| {
                 tracing::warn!(
                     key = %lease.key, bytes = bytes.len(),
@@ -436,12 +439,6 @@ impl StepValues for OffloadedInner {
             other => StoreFuture::ready(Ok(other.clone())),
         }
     }
-}
-
-/// Returns a reference to the object that holds a result.
-fn in_object(codec: CodecName, size: usize, digest: &[u8], path: &Path) -> StoredResult {
-    let bytes = envelope::seal(Form::Object, &codec, size, &[digest, path.as_ref().as_bytes()]);
-    StoredResult::Encoded { codec: CODEC, bytes }
 }
 
 /// Returns `finish` in an envelope if a reader would take its unchanged result for an envelope.
@@ -505,7 +502,7 @@ impl Store for OffloadedInner {
         StoreFuture::new(async move {
             let mut inspection = self.inner.inspect(key).await?;
             if let Some(Inspection { record, .. }) = &mut inspection
-                && let Some(payload) = envelope::payload_of(record)
+                && let Some(payload) = record.state.result_mut()
                 && let StoredResult::Encoded { codec: CODEC, bytes } = payload
             {
                 *payload = self.open_or_fail(bytes).await?;
