@@ -227,26 +227,22 @@ async fn replay<C: Codec, T: DeserializeOwned>(
     (attempt, value): (u32, StoredResult),
     on_undecodable: OnUndecodable,
 ) -> Result<T, Error> {
-    let value = fetched(step, value).await.inspect_err(|_| tally.outcome = StepOutcome::Refused)?;
+    let value = match step.attempt().store.step_values() {
+        Some(values) => values.fetch(&value).await.map_err(|source| {
+            tally.outcome = StepOutcome::Refused;
+            // A later attempt may get the value, so an error of the body must not end the operation.
+            note_refusal();
+            if let Some(place) = &claim.place {
+                place.journal.keep_open();
+            }
+            step.attempt().unconfirmed(source)
+        })?,
+        None => value,
+    };
     claim.stage = ClaimStage::Ended;
     tally.outcome = StepOutcome::Replayed;
     read::<C, T>(&value, false, on_undecodable)
         .map_err(|problem| failed(step, tally, StepProblem::ValueUnavailable { attempt, problem: Box::new(problem) }))
-}
-
-/// Returns the journaled value `value`, which the store may keep outside of the record.
-async fn fetched(step: &Step, value: StoredResult) -> Result<StoredResult, Error> {
-    let Attempt { store, lease, .. } = step.attempt();
-    let Some(values) = store.step_values() else { return Ok(value) };
-    let unread = |source| {
-        // A later attempt may get the value, so an error of the body must not end the operation.
-        note_refusal();
-        if let Some(journal) = store.context().leases().known_journal(lease.owner) {
-            journal.keep_open();
-        }
-        step.attempt().unconfirmed(source)
-    };
-    values.fetch(&value).await.map_err(unread)
 }
 
 /// Runs `body` as the body of a step. Returns `None` if `timeout` passes before `body` has returned.

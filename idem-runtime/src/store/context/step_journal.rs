@@ -88,8 +88,8 @@ pub(crate) enum StepClaim {
 }
 
 impl StepJournal {
-    /// Largest number of entries of a journal whose policy allows fewer steps than the default: a step that begins and
-    /// is undone leaves two entries each time.
+    /// Largest number of entries of a journal, whatever number of steps its policy allows: a step that begins and is
+    /// undone leaves two entries each time.
     const MAX_ENTRIES: usize = 8 * StepPolicy::DEFAULT_MAX_STEPS;
 
     /// Makes the journal of an attempt that continues with `journal`.
