@@ -9,6 +9,8 @@
 //! - *Results*: thousands of calls per second by 16 tasks, with results of 1 KB, 64 KB and 1 MB.
 //! - *Steps*: first runs of a handler without steps and of a handler with three steps. The figure is the time of one
 //!   step against half of a first run: a first run makes two writes, and a step makes one.
+//! - *Takeovers*: second attempts that find 0, 10 or 100 steps in the journal of the first attempt, and run no step.
+//!   The figure is the time of such an attempt against the time of one that finds no journal.
 //! - *Leases*: elapsed time and processor time of one renewal of 100 000 leases.
 //! - *Hot key*: 10 000 concurrent duplicates from another handle: while the handler runs, after its end, and waiting
 //!   for its end. The calls of the store are counted, and the bench fails if a duplicate costs more than one call.
@@ -33,7 +35,7 @@ use idem_benches::{
 };
 use idem_runtime::metrics::STORE_SECONDS;
 use idem_runtime::sqlite::Synchronous;
-use idem_runtime::store::{Lease, Verdict};
+use idem_runtime::store::{Lease, Release, Verdict};
 use idem_runtime::{
     Cached, Error, MemoryStore, Policy, PostgresStore, RedisStore, SqliteStore, Store, StoreExt as _, current,
     idempotent,
@@ -71,6 +73,16 @@ async fn ship_in_steps(store: &dyn Store, order_id: u64) -> Result<Receipt, Erro
         attempt.step(name).run(async |_| Ok::<_, Error>(order_id)).await?;
     }
     Ok(Receipt::of(order_id))
+}
+
+/// Calls `steps` steps with the keys from 0 on; then fails, if `fails`.
+#[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = shared("bench::ship"))]
+async fn ship_lines(store: &dyn Store, order_id: u64, steps: u64, fails: bool) -> Result<Receipt, Error> {
+    let attempt = current()?;
+    for line in 0..steps {
+        attempt.step(("reserve", line)).run(async |_| Ok::<_, Error>(line)).await?;
+    }
+    if fails { Err(Error::NoAttempt) } else { Ok(Receipt::of(order_id)) }
 }
 
 #[idempotent(key = "order:{order_id}", ttl = "7d", store = store, scope = shared("bench::ship"), policy = LARGE)]
@@ -416,6 +428,52 @@ impl Subject {
         }
     }
 
+    /// Returns thousands of second attempts per second, each with the journal of a first attempt with `steps` steps.
+    fn takeovers(&self, tasks: u64, steps: u64, count: u64) -> f64 {
+        self.with_store(|store| {
+            let new = new_orders(count + 1).start;
+            let journal = self.runtime.block_on(async {
+                ship_lines(&**store, new, steps, true).await.expect_err("the first attempt fails");
+                let key = store.operator().key(&format!("bench::ship/order:{new}")).expect("a key");
+                store.inspect(&key).await.expect("answers").expect("a record").record.journal
+            });
+            // Not timed: each key gets the journal in one write, as if its first attempt had made these steps.
+            self.runtime.block_on(async {
+                for lease in hold(store, "bench::ship", new + 1, count).await {
+                    if let Some(journal) = &journal {
+                        assert_eq!(store.append(&lease, journal).await.expect("answers"), Verdict::Applied);
+                    }
+                    assert_eq!(store.release(&lease, Release::Returned).await.expect("answers"), Verdict::Applied);
+                }
+            });
+            let calls = share(tasks, count, |_, calls| {
+                let store = Arc::clone(store);
+                async move {
+                    for order_id in calls.map(|n| new + 1 + n) {
+                        let receipt = ship_lines(&*store, order_id, steps, false).await.expect("ships");
+                        assert_eq!(receipt.order_id, order_id);
+                    }
+                }
+            });
+            self.rate(count, calls)
+        })
+    }
+
+    fn journals(&self) {
+        let table = self.table("takeovers", "thousand a second", "time against an attempt without a journal");
+        for (steps, tasks) in [(10, 1), (100, 1), (10, 64), (100, 64)] {
+            let name = format!("takeover, {steps} entries, {tasks} {}", if tasks == 1 { "task" } else { "tasks" });
+            if !self.is_wanted(&name) {
+                continue;
+            }
+            let target = Duration::from_millis(sized(100, 1));
+            let mut without = paced(target, tasks.max(20), |count| self.takeovers(tasks, 0, count));
+            let mut with = paced(target, tasks.max(20), |count| self.takeovers(tasks, steps, count));
+            let [without, with] = alternate(sized(9, 1), [&mut without, &mut with]);
+            table.line(&name, &without, &with, |with, without| without / with, Goal::None);
+        }
+    }
+
     /// Returns the hand-written sides. A line of the table compares the library with the fastest of them.
     fn by_hand(&self, work: Work, tasks: u64) -> Vec<Side<'_>> {
         match &self.raw {
@@ -673,6 +731,7 @@ impl Subject {
     fn measure(self) {
         self.calls();
         self.steps();
+        self.journals();
         self.results();
         self.waits();
         self.hot_key();
