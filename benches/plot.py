@@ -85,16 +85,17 @@ def per_store(results, section, unit):
     return table([unit, *STORES], rows)
 
 
-def steps(results):
-    """The time of a step against half of a first run, with the middle half of the rounds."""
+def ratios(results, section, unit):
+    """One figure for each store and line, with the middle half of the rounds."""
+    names = dict.fromkeys(key[2] for key in results if key[0] == "matrix" and key[1].endswith(f": {section}"))
     rows = []
-    for name in ["step, 1 task", "step, 64 tasks"]:
-        found = [results.get(("matrix", f"{store}: steps", name)) for store in STORES]
-        ratios = [it and it["result"] for it in found]
+    for name in names:
+        found = [results.get(("matrix", f"{store}: {section}", name)) for store in STORES]
+        lines = [it and it["result"] for it in found]
         rows.append([name, *(
-            f"**{figure(it['value'])}** ({figure(it['low'])} to {figure(it['high'])})" if it else "" for it in ratios
+            f"**{figure(it['value'])}** ({figure(it['low'])} to {figure(it['high'])})" if it else "" for it in lines
         )])
-    return table(["halves of a first run", *STORES], rows)
+    return table([unit, *STORES], rows)
 
 
 def peers(results):
@@ -267,7 +268,9 @@ def main():
     if "hot key" in sections:
         tables["matrix: hot key"] = per_store(results, "hot key", "line")
     if "steps" in sections:
-        tables["matrix: steps"] = steps(results)
+        tables["matrix: steps"] = ratios(results, "steps", "halves of a first run")
+    if "takeovers" in sections:
+        tables["matrix: takeovers"] = ratios(results, "takeovers", "times an attempt without a journal")
     if "leases" in sections:
         tables["matrix: leases"] = per_store(results, "leases", "ms")
     if "peers" in benches:
