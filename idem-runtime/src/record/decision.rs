@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::messages::UnsentMessages;
 use super::standing::Standing;
 use super::{Finish, Inspection, Journal, Provenance, Record, Revision, State, StoredResult, Verdict};
 use crate::key::Key;
@@ -53,11 +54,23 @@ pub enum Action {
     BreakLease,
     /// Removes the record and its result. The next delivery runs the body as the first delivery of the key.
     Forget,
+    /// Marks messages of a finished operation as sent: of the messages in the record, only these are left (`None`: no
+    /// message). The library makes this decision after it has sent messages. Unlike every other decision, it changes
+    /// neither the owner token nor the provenance, and its repetition by another process changes nothing more. The
+    /// action is refused unless the operation has finished.
+    MarkSent(Option<UnsentMessages>),
+    /// Sends the messages of a finished operation again that were set aside: the next delivery or a resender sends
+    /// them. The action is refused unless the operation has finished.
+    ResendMessages,
+    /// Gives up the messages of a finished operation that are not marked as sent. The action is refused unless the
+    /// operation has finished.
+    DropMessages,
 }
 
 impl Action {
     /// Returns the name of the action in errors, logs and commands: `reopen`, `reopen_with`, `discard`, `resolve`,
-    /// `replace`, `break_lease` or `forget`.
+    /// `replace`, `break_lease`, `forget`, `mark_sent`,
+    /// `resend_messages` or `drop_messages`.
     pub const fn name(&self) -> &'static str {
         match self {
             Self::Reopen => "reopen",
@@ -67,6 +80,9 @@ impl Action {
             Self::Replace(_) => "replace",
             Self::BreakLease => "break_lease",
             Self::Forget => "forget",
+            Self::MarkSent(_) => "mark_sent",
+            Self::ResendMessages => "resend_messages",
+            Self::DropMessages => "drop_messages",
         }
     }
 
@@ -139,6 +155,21 @@ impl Decision {
     /// Makes the decision to end the lease.
     pub fn break_lease(key: &Key, seen: impl Into<Revision>) -> Self {
         Self::new(key, seen, Action::BreakLease)
+    }
+
+    /// Makes the decision to mark all messages of a finished operation as sent, except for those in `left`.
+    pub fn mark_sent(key: &Key, seen: impl Into<Revision>, left: Option<UnsentMessages>) -> Self {
+        Self::new(key, seen, Action::MarkSent(left))
+    }
+
+    /// Makes the decision to send messages again that were set aside.
+    pub fn resend_messages(key: &Key, seen: impl Into<Revision>) -> Self {
+        Self::new(key, seen, Action::ResendMessages)
+    }
+
+    /// Makes the decision to give up the messages that are not marked as sent.
+    pub fn drop_messages(key: &Key, seen: impl Into<Revision>) -> Self {
+        Self::new(key, seen, Action::DropMessages)
     }
 
     /// Makes the decision to remove the record.
@@ -314,21 +345,62 @@ impl Record {
             let journal = self.journal_in(&state).cloned();
             Self { owner, attempt, attempts_used, fingerprint, state, provenance, journal }
         };
+        // The messages of a finished operation do not depend on its result.
+        let corrected = |finish: &Finish| match self.state.result().and_then(StoredResult::messages) {
+            Some(Ok((_, messages))) => {
+                Ruling::Replace(decided(finish.with_result(finish.result().with_messages(&messages)).state()))
+            }
+            Some(Err(_)) => Ruling::Answer(DecisionAnswer::Damaged),
+            None => Ruling::Replace(decided(finish.state())),
+        };
         let released = || Ruling::Replace(Self { attempts_used: 0, ..decided(State::Released) });
         match (action, &self.state) {
             (Action::Forget, _) => Ruling::Remove,
             (Action::Discard, State::Completed(_) | State::Failed(_)) => released(),
-            (Action::Replace(finish), State::Completed(_) | State::Failed(_)) => {
-                Ruling::Replace(decided(finish.state()))
+            (Action::Replace(finish), State::Completed(_) | State::Failed(_)) => corrected(finish),
+            (Action::MarkSent(left), State::Completed(recorded) | State::Failed(recorded)) => match recorded.messages()
+            {
+                None => Ruling::Replace(self.clone()),
+                Some(Err(_)) => Ruling::Answer(DecisionAnswer::Damaged),
+                Some(Ok((result, messages))) => {
+                    let result = match messages.without_sent(left.as_ref()) {
+                        Some(left) => result.with_messages(&left),
+                        None => result,
+                    };
+                    Ruling::Replace(Self { state: self.state.with_result(result), ..self.clone() })
+                }
+            },
+            (Action::ResendMessages | Action::DropMessages, State::Completed(recorded) | State::Failed(recorded)) => {
+                match (recorded.messages(), action) {
+                    (Some(Err(_)), Action::ResendMessages) => Ruling::Answer(DecisionAnswer::Damaged),
+                    (Some(Ok((result, messages))), Action::ResendMessages) => {
+                        Ruling::Replace(decided(self.state.with_result(result.with_messages(&messages.to_resend()))))
+                    }
+                    (Some(Ok((result, _))), _) => Ruling::Replace(decided(self.state.with_result(result))),
+                    // The result stays if it can be read, although the messages can't.
+                    (Some(Err(_)), _) => {
+                        let result = recorded.beside_messages().unwrap_or(StoredResult::Unencodable);
+                        Ruling::Replace(decided(self.state.with_result(result)))
+                    }
+                    (None, _) => Ruling::Replace(decided(self.state.clone())),
+                }
             }
-            (Action::Discard | Action::Replace(_), _) => Ruling::Answer(DecisionAnswer::Unfinished),
+            (
+                Action::Discard
+                | Action::Replace(_)
+                | Action::MarkSent(_)
+                | Action::ResendMessages
+                | Action::DropMessages,
+                _,
+            ) => Ruling::Answer(DecisionAnswer::Unfinished),
             (Action::Resolve(finish), State::Completed(recorded) | State::Failed(recorded)) => {
                 // A missing result may be supplied: no duplicate can have got another result.
-                let is_missing = matches!(recorded, StoredResult::TooLarge { .. } | StoredResult::Unencodable)
-                    && matches!(finish.result(), StoredResult::Encoded { .. })
-                    && matches!(finish, Finish::Completed(_)) == matches!(self.state, State::Completed(_));
+                let is_missing =
+                    matches!(*recorded.without_messages(), StoredResult::TooLarge { .. } | StoredResult::Unencodable)
+                        && matches!(finish.result(), StoredResult::Encoded { .. })
+                        && matches!(finish, Finish::Completed(_)) == matches!(self.state, State::Completed(_));
                 match (is_missing, self.state.is_end(finish)) {
-                    (true, _) => Ruling::Replace(decided(finish.state())),
+                    (true, _) => corrected(finish),
                     // The journal beside the result stays.
                     (false, true) => Ruling::Replace(decided(self.state.clone())),
                     (false, false) => Ruling::Answer(DecisionAnswer::Finished),
@@ -362,9 +434,15 @@ impl Record {
             Action::ReopenWith(journal) => {
                 self.state == State::Released && self.attempts_used == 0 && self.journal == *journal
             }
-            Action::Resolve(finish) | Action::Replace(finish) => self.state == finish.state(),
+            Action::Resolve(finish) | Action::Replace(finish) => self.state.is_end(finish),
             Action::BreakLease => matches!(self.state, State::Released | State::Interrupted),
-            Action::Forget => false,
+            Action::ResendMessages => match self.state.result().map(StoredResult::messages) {
+                Some(Some(Ok((_, messages)))) => messages == messages.to_resend(),
+                Some(None) => true,
+                _ => false,
+            },
+            Action::DropMessages => self.state.result().is_some_and(|result| !result.has_messages()),
+            Action::Forget | Action::MarkSent(_) => false,
         };
         is_its_end
             && self.owner.preceded().tag() == decision.seen.owner
@@ -424,6 +502,8 @@ mod tests {
             Action::Discard,
             Action::BreakLease,
             Action::Forget,
+            Action::ResendMessages,
+            Action::DropMessages,
         ];
         let resolved = ends.iter().cloned().map(Action::Resolve);
         others.into_iter().chain(resolved).chain(ends.iter().cloned().map(Action::Replace)).collect()

@@ -1,4 +1,5 @@
-//! The envelope: the form of a result that is stored in another form, or together with the journal of its operation.
+//! The envelope: the form of a result that is stored in another form, or together with the journal or the messages of
+//! its operation. The envelope with the messages is always the outer one.
 //!
 //! A record with an envelope names a codec that no handler has. So a consumer that does not know the envelope gets
 //! `ResultProblem::OtherCodec`, and does not decode the envelope as a result. Version 1, integers big-endian:
@@ -6,11 +7,11 @@
 //! | bytes | content |
 //! |---|---|
 //! | 0 | version: 1 |
-//! | 1 | form: 0 unchanged, 1 a zstd frame, 2 in an object, 3 with a journal |
+//! | 1 | form: 0 unchanged, 1 a zstd frame, 2 in an object, 3 with a journal, 4 with messages |
 //! | 2 | length of the codec's name |
 //! | that length | the name of the codec that wrote the result |
 //! | 8 | size of the result |
-//! | rest | form 0: the result; 1: the result as one zstd frame with a checksum; 2: the SHA-256 of the result (32 bytes), then the path of the object; 3: the result, then the [journal](super::journal) |
+//! | rest | form 0: the result; 1: the result as one zstd frame with a checksum; 2: the SHA-256 of the result (32 bytes), then the path of the object; 3: the result, then the [journal](super::journal); 4: 0 and the result, 1 if the result is too large, or 2 if it does not encode, then the [messages](super::messages) |
 
 use std::borrow::Cow;
 
@@ -18,6 +19,7 @@ use bytes::Bytes;
 
 #[cfg(any(feature = "compressed", feature = "offloaded"))]
 use super::Finish;
+use super::messages::UnsentMessages;
 use super::{Journal, StoredResult};
 use crate::codec::CodecName;
 
@@ -25,6 +27,14 @@ const VERSION: u8 = 1;
 
 /// Codec name in a record that holds a result together with the journal of its operation.
 const WITH_JOURNAL: CodecName = CodecName::new(b"idem:steps").expect("a valid name");
+
+/// Codec name in a record that holds messages that are not marked as sent.
+const WITH_MESSAGES: CodecName = CodecName::new(b"idem:outbox").expect("a valid name");
+
+/// First byte of the rest of an envelope with messages: the result is stored, too large, or does not encode.
+const STORED: u8 = 0;
+const TOO_LARGE: u8 = 1;
+const UNENCODABLE: u8 = 2;
 
 /// The form of a result in an envelope.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -40,6 +50,8 @@ pub(crate) enum Form {
     Object = 2,
     /// The unchanged result, and the journal that the policy of the steps keeps.
     WithJournal = 3,
+    /// The result, or the reason why none is stored, and the messages of the operation.
+    WithMessages = 4,
 }
 
 /// A decoded envelope.
@@ -60,13 +72,13 @@ pub(crate) fn header_bytes(codec: &CodecName) -> usize {
 }
 
 /// Writes an envelope.
-pub(crate) fn seal(form: Form, codec: &CodecName, size: usize, rest: &[&[u8]]) -> Bytes {
+pub(crate) fn seal(form: Form, codec: &CodecName, size: u64, rest: &[&[u8]]) -> Bytes {
     let name = codec.as_str().as_bytes();
     let len = header_bytes(codec) + rest.iter().map(|part| part.len()).sum::<usize>();
     let mut out = Vec::with_capacity(len);
     out.extend_from_slice(&[VERSION, form as u8, u8::try_from(name.len()).unwrap_or_default()]);
     out.extend_from_slice(name);
-    out.extend_from_slice(&(size as u64).to_be_bytes());
+    out.extend_from_slice(&size.to_be_bytes());
     for part in rest {
         out.extend_from_slice(part);
     }
@@ -93,11 +105,11 @@ fn read(bytes: &Bytes) -> Option<Envelope> {
 }
 
 /// Returns whether `finish` may need an envelope: its result has more than `above` bytes, or has the codec name of the
-/// envelope.
+/// envelope, or is stored with messages.
 #[cfg(any(feature = "compressed", feature = "offloaded"))]
 pub(crate) fn concerns(finish: &Finish, envelope: CodecName, above: usize) -> bool {
     match finish.result() {
-        StoredResult::Encoded { codec, bytes } => *codec == envelope || bytes.len() > above,
+        StoredResult::Encoded { codec, bytes } => *codec == envelope || *codec == WITH_MESSAGES || bytes.len() > above,
         _ => false,
     }
 }
@@ -113,7 +125,7 @@ impl StoredResult {
     pub(crate) fn with_journal(&self, journal: &Journal) -> Self {
         match self {
             Self::Encoded { codec, bytes } => {
-                let bytes = seal(Form::WithJournal, codec, bytes.len(), &[bytes, journal.bytes()]);
+                let bytes = seal(Form::WithJournal, codec, bytes.len() as u64, &[bytes, journal.bytes()]);
                 Self::Encoded { codec: WITH_JOURNAL, bytes }
             }
             other => other.clone(),
@@ -122,6 +134,16 @@ impl StoredResult {
 
     /// Returns the result alone, and the journal that is stored with it.
     pub(crate) fn parts(&self) -> (Cow<'_, Self>, Option<Journal>) {
+        match self.without_messages() {
+            Cow::Borrowed(stored) => stored.without_journal(),
+            Cow::Owned(stored) => {
+                let (result, journal) = stored.without_journal();
+                (Cow::Owned(result.into_owned()), journal)
+            }
+        }
+    }
+
+    fn without_journal(&self) -> (Cow<'_, Self>, Option<Journal>) {
         let Self::Encoded { codec: WITH_JOURNAL, bytes } = self else { return (Cow::Borrowed(self), None) };
         let Envelope { form, codec, size, mut rest } = match open(bytes) {
             Ok(envelope) => envelope,
@@ -135,10 +157,78 @@ impl StoredResult {
             _ => (Cow::Owned(unreadable("its envelope is damaged")), None),
         }
     }
+
+    /// Returns this result together with messages, as one stored value. A result that could not be stored is kept as
+    /// that.
+    pub(crate) fn with_messages(&self, messages: &UnsentMessages) -> Self {
+        let (kind, codec, size, result): (_, _, _, &[u8]) = match self {
+            Self::Encoded { codec, bytes } => (STORED, *codec, bytes.len() as u64, bytes),
+            Self::TooLarge { size } => (TOO_LARGE, WITH_MESSAGES, *size, &[]),
+            _ => (UNENCODABLE, WITH_MESSAGES, 0, &[]),
+        };
+        let bytes = seal(Form::WithMessages, &codec, size, &[&[kind], result, &messages.write()]);
+        Self::Encoded { codec: WITH_MESSAGES, bytes }
+    }
+
+    /// Returns whether messages are stored with the result.
+    pub(crate) fn has_messages(&self) -> bool {
+        matches!(self, Self::Encoded { codec: WITH_MESSAGES, .. } | Self::LeftOut { codec: WITH_MESSAGES, .. })
+    }
+
+    /// Returns the result without the messages that are stored with it.
+    pub(crate) fn without_messages(&self) -> Cow<'_, Self> {
+        match self.messages() {
+            None => Cow::Borrowed(self),
+            Some(Ok((result, _))) => Cow::Owned(result),
+            Some(Err(reason)) => Cow::Owned(unreadable(reason)),
+        }
+    }
+
+    /// Returns the result and the messages that are stored with it, or the reason why they can't be read; `None` if
+    /// no messages are stored.
+    pub(crate) fn messages(&self) -> Option<Result<(Self, UnsentMessages), String>> {
+        let read = |(result, messages)| Ok((result, UnsentMessages::read(messages)?));
+        self.around_messages().map(|parts| parts.and_then(read))
+    }
+
+    /// Returns the result that is stored with messages, if the result can be read.
+    pub(crate) fn beside_messages(&self) -> Option<Self> {
+        Some(self.around_messages()?.ok()?.0)
+    }
+
+    /// Returns the result that is stored with messages, and the written form of the messages.
+    fn around_messages(&self) -> Option<Result<(Self, Bytes), String>> {
+        let Self::Encoded { codec: WITH_MESSAGES, bytes } = self else { return None };
+        let damaged = || "its envelope is damaged".to_owned();
+        let read = || {
+            let Envelope { form, codec, size, mut rest } = open(bytes)?;
+            if form != Form::WithMessages as u8 || rest.is_empty() {
+                return Err(damaged());
+            }
+            let result = match (rest.split_to(1)[0], usize::try_from(size)) {
+                (STORED, Ok(size)) if size <= rest.len() => Self::Encoded { codec, bytes: rest.split_to(size) },
+                (TOO_LARGE, _) => Self::TooLarge { size },
+                (UNENCODABLE, _) => Self::Unencodable,
+                _ => return Err(damaged()),
+            };
+            Ok((result, rest))
+        };
+        Some(read())
+    }
+
+    /// Applies `change` to the result alone, and keeps the messages that are stored with it.
+    #[cfg(feature = "compressed")]
+    pub(crate) fn with_inner(&self, change: impl FnOnce(&Self) -> Option<Self>) -> Option<Self> {
+        match self.messages() {
+            Some(Ok((result, messages))) => change(&result).map(|changed| changed.with_messages(&messages)),
+            _ => change(self),
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::messages::OutgoingMessage;
     use super::*;
 
     #[test]
@@ -150,6 +240,32 @@ mod tests {
         assert_eq!(stored.parts(), (Cow::Borrowed(&result), Some(journal.clone())));
         assert_eq!(result.parts(), (Cow::Borrowed(&result), None));
         assert_eq!(StoredResult::Unencodable.with_journal(&journal), StoredResult::Unencodable);
+    }
+
+    #[test]
+    fn a_result_and_its_messages_are_read_back() {
+        let codec = CodecName::new(b"json").unwrap();
+        let result = StoredResult::Encoded { codec, bytes: Bytes::from_static(b"{}") };
+        let message = OutgoingMessage::new("paid").addressed("orders", "id".to_owned());
+        let messages = UnsentMessages::pushed(&[message]).unwrap();
+        let journal = Journal::new(vec![1, 2, 3]).unwrap();
+        for inner in [
+            result.clone(),
+            result.with_journal(&journal),
+            StoredResult::TooLarge { size: 1 << 40 },
+            StoredResult::Unencodable,
+        ] {
+            let stored = inner.with_messages(&messages);
+            assert!(stored.has_messages() && !inner.has_messages());
+            assert_eq!(stored.messages(), Some(Ok((inner.clone(), messages.clone()))));
+            assert_eq!(stored.parts(), inner.parts());
+            let StoredResult::Encoded { codec, bytes } = stored else { panic!("a stored value has a codec") };
+            for cut in 0..bytes.len() {
+                let stored = StoredResult::Encoded { codec, bytes: bytes.slice(..cut) };
+                assert!(matches!(*stored.parts().0, StoredResult::Unreadable { .. }), "{cut}");
+            }
+        }
+        assert_eq!(result.messages(), None);
     }
 
     #[test]

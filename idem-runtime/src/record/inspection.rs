@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use sha2::{Digest, Sha256};
 
+use super::messages::UnsentMessages;
 use super::standing::Standing;
-use super::{Holder, Journal, OwnerToken, Record, Revision, State, Traceparent};
+use super::{Holder, Journal, OwnerToken, Record, Revision, State, StoredResult, Traceparent};
 use crate::policy::OnCrash;
 
 /// A record as an operator sees it.
@@ -32,13 +33,15 @@ pub struct Inspection {
     pub began: Option<Duration>,
     /// Journal that was stored with the result; see [`StepPolicy::keep`](crate::policy::StepPolicy::keep).
     pub(crate) kept: Option<Journal>,
+    /// Messages that were stored with the result; `None` before they are parted from the result.
+    pub(crate) unsent: Option<UnsentMessages>,
 }
 
 impl Inspection {
     /// Makes an inspection of a record. `expires_in` is the time until the record expires, `lapses_in` the time until
     /// its lease lapses.
     pub const fn new(record: Record, expires_in: Duration, lapses_in: Option<Duration>) -> Self {
-        Self { record, damage: None, expires_in, lapses_in, first_seen: None, began: None, kept: None }
+        Self { record, damage: None, expires_in, lapses_in, first_seen: None, began: None, kept: None, unsent: None }
     }
 
     /// Makes an inspection of a record that can't be read, with the reason. `stored` holds all stored parts of the
@@ -82,8 +85,9 @@ impl Inspection {
         Self { first_seen, began, ..self }
     }
 
-    /// Parts the result from the journal that is stored with it, so that both can be shown.
+    /// Parts the result from the journal and the messages that are stored with it, so that all can be shown.
     pub(crate) fn with_result_alone(mut self) -> Self {
+        self.unsent = self.unsent_messages();
         if let Some(stored) = self.record.state.result_mut()
             && let (Cow::Owned(result), kept) = stored.parts()
         {
@@ -91,6 +95,15 @@ impl Inspection {
             self.kept = kept;
         }
         self
+    }
+
+    /// Returns the messages of a finished operation that are not marked as sent; `None` if there are none, or if they
+    /// can't be read. A list leaves them out.
+    pub fn unsent_messages(&self) -> Option<UnsentMessages> {
+        match self.record.state.result().and_then(StoredResult::messages) {
+            Some(read) => read.ok().map(|(_, messages)| messages),
+            None => self.unsent.clone(),
+        }
     }
 
     /// Number of the latest attempt.

@@ -10,6 +10,7 @@ pub(crate) mod inspection;
 pub(crate) mod journal;
 pub(crate) mod journaled_step;
 pub(crate) mod lease;
+pub(crate) mod messages;
 pub(crate) mod owner;
 pub(crate) mod provenance;
 pub(crate) mod request;
@@ -288,7 +289,16 @@ impl State {
         }
     }
 
-    /// Returns whether this is the state after `finish`, with or without a journal beside the result.
+    /// Returns the same state of a finished operation with `result`.
+    pub(crate) fn with_result(&self, result: StoredResult) -> Self {
+        match self {
+            Self::Completed(_) => Self::Completed(result),
+            Self::Failed(_) => Self::Failed(result),
+            other => other.clone(),
+        }
+    }
+
+    /// Returns whether this is the state after `finish`, with or without a journal or messages beside the result.
     pub(crate) fn is_end(&self, finish: &Finish) -> bool {
         match (self, finish) {
             (Self::Completed(result), Finish::Completed(other)) | (Self::Failed(result), Finish::Failed(other)) => {

@@ -44,7 +44,7 @@ impl OwnerToken {
     const DECISION_INVERSE: u128 = 0x478a_f0a0_204e_8eda_08ca_6a7f_6727_5521;
 
     /// Returns the first half of the token. This half identifies a record, but does not permit a write.
-    pub(super) fn tag(self) -> [u8; 8] {
+    pub(crate) fn tag(self) -> [u8; 8] {
         let [tag @ .., _, _, _, _, _, _, _, _] = self.0;
         tag
     }

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use super::{Inspection, StoreError, StoreErrorKind};
 use crate::key::Key;
+use crate::record::StoredResult;
 use crate::record::standing::Standing;
 
 /// Selects the records that [`Store::list`](crate::Store::list) returns.
@@ -30,6 +31,8 @@ pub struct Filter {
     pub scope: Option<Box<str>>,
     /// True if only records are selected that [wait for a decision](Inspection::waits_for_decision).
     pub undecided: bool,
+    /// True if only finished records are selected that hold messages which are not marked as sent.
+    pub unsent: bool,
     /// Shortest time since the latest attempt of a selected record began, by the store's clock.
     pub older_than: Option<Duration>,
     /// Part of the selected keys, as errors and logs show a key (`<scope>/<text>`); `None` for all keys.
@@ -54,6 +57,7 @@ impl Filter {
             standings: Vec::new(),
             scope: None,
             undecided: false,
+            unsent: false,
             older_than: None,
             contains: None,
             attempts_exhausted: None,
@@ -79,6 +83,12 @@ impl Filter {
     /// PostgreSQL find these records by an index of their own.
     pub fn undecided(self) -> Self {
         Self { undecided: true, ..self }
+    }
+
+    /// Selects only finished records with [messages](crate::Attempt::outbox) that are not marked as sent. No store has
+    /// an index of these records: the scope and the age narrow the search down.
+    pub fn unsent(self) -> Self {
+        Self { unsent: true, ..self }
     }
 
     /// Selects only records under this scope.
@@ -139,7 +149,8 @@ impl Filter {
             inspection.damage.is_none()
                 && inspection.record.is_exhausted(max_attempts, inspection.lapses_in.unwrap_or_default())
         });
-        let is_wanted = !self.undecided || inspection.waits_for_decision();
+        let is_wanted = (!self.undecided || inspection.waits_for_decision())
+            && (!self.unsent || inspection.record.state.result().is_some_and(StoredResult::has_messages));
         in_scope && is_old && has_text && is_exhausted && is_wanted && self.takes(inspection.standing())
     }
 
@@ -149,6 +160,7 @@ impl Filter {
     pub(crate) fn is_selective(&self) -> bool {
         !self.standings.is_empty()
             || self.undecided
+            || self.unsent
             || self.older_than.is_some()
             || self.contains.is_some()
             || self.attempts_exhausted.is_some()

@@ -286,6 +286,24 @@ impl<'a, S: Store + ?Sized> Operator<'a, S> {
         self.decide(Decision::discard(key, seen)).await
     }
 
+    /// Lets the messages of a finished operation be sent again that were set aside, because the broker refused them: by
+    /// the next delivery, or by a [`Resender`](crate::outbox::Resender). [`Inspection::unsent_messages`] shows them.
+    ///
+    /// # Errors
+    /// See [`resolve`](Self::resolve).
+    pub async fn resend_messages(&self, key: &Key, seen: impl Into<Revision>) -> Result<(), OperatorError> {
+        self.decide(Decision::resend_messages(key, seen)).await
+    }
+
+    /// Gives up the messages of a finished operation that are not marked as sent. A message that is being sent
+    /// meanwhile may arrive.
+    ///
+    /// # Errors
+    /// See [`resolve`](Self::resolve).
+    pub async fn drop_messages(&self, key: &Key, seen: impl Into<Revision>) -> Result<(), OperatorError> {
+        self.decide(Decision::drop_messages(key, seen)).await
+    }
+
     /// Ends a lease whose holder has certainly ended. A broken lease has the consequences of a crash: under `on_crash =
     /// retry` the next delivery runs, under `on_crash = fail` the key is interrupted.
     ///

@@ -159,25 +159,33 @@ fn decompress(frame: &[u8], size: usize) -> Option<Vec<u8>> {
 impl CompressedInner {
     /// Returns the payload in an envelope; `None` if the payload is stored unchanged.
     fn pack(&self, payload: &StoredResult) -> Option<StoredResult> {
+        payload.with_inner(|result| self.pack_alone(result))
+    }
+
+    fn pack_alone(&self, payload: &StoredResult) -> Option<StoredResult> {
         let StoredResult::Encoded { codec, bytes } = payload else { return None };
         let compressed = (bytes.len() > self.options.above && bytes.len() <= self.options.max_bytes)
             .then(|| compress(self.options.level, bytes))
             .flatten()
             .filter(|frame| envelope::header_bytes(codec) + frame.len() < bytes.len());
         let bytes = match compressed {
-            Some(frame) => envelope::seal(Form::Zstd, codec, bytes.len(), &[&frame]),
-            None if *codec == CODEC => envelope::seal(Form::AsItWas, codec, bytes.len(), &[bytes]),
+            Some(frame) => envelope::seal(Form::Zstd, codec, bytes.len() as u64, &[&frame]),
+            None if *codec == CODEC => envelope::seal(Form::AsItWas, codec, bytes.len() as u64, &[bytes]),
             None => return None,
         };
         Some(StoredResult::Encoded { codec: CODEC, bytes })
     }
 
     fn unpack(&self, payload: &mut StoredResult) {
-        if let StoredResult::Encoded { codec: CODEC, bytes } = payload {
-            *payload = match self.open(bytes) {
+        let unpacked = payload.with_inner(|packed| match packed {
+            StoredResult::Encoded { codec: CODEC, bytes } => Some(match self.open(bytes) {
                 Ok((codec, bytes)) => StoredResult::Encoded { codec, bytes },
                 Err(reason) => unreadable(reason),
-            };
+            }),
+            _ => None,
+        });
+        if let Some(unpacked) = unpacked {
+            *payload = unpacked;
         }
     }
 

@@ -13,6 +13,7 @@ use crate::codec::CodecName;
 use crate::combine::race;
 use crate::key::Key;
 use crate::record::envelope::{self, Envelope, Form, unreadable};
+use crate::record::messages::UnsentMessages;
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Lease, Record, Reservation, ReserveRequest, StoredResult, Verdict,
 };
@@ -273,7 +274,7 @@ impl OffloadedInner {
         let path = self.path(key, writer, &digest);
         self.upload(limit, &path, bytes).await?;
         let parts: [&[u8]; 2] = [&digest, path.as_ref().as_bytes()];
-        let reference = envelope::seal(Form::Object, &codec, bytes.len(), &parts);
+        let reference = envelope::seal(Form::Object, &codec, bytes.len() as u64, &parts);
         Ok((path, StoredResult::Encoded { codec: CODEC, bytes: reference }))
     }
 
@@ -294,13 +295,14 @@ impl OffloadedInner {
     /// Records `finish`. First uploads a large result as an object. A result with the codec name of the envelope is
     /// recorded in an envelope.
     async fn finish_offloaded(&self, lease: &Lease, finish: &Finish) -> Result<Verdict, StoreError> {
-        let StoredResult::Encoded { codec, bytes } = finish.result() else {
+        let (result, messages) = split(finish.result());
+        let StoredResult::Encoded { codec, bytes } = &result else {
             return self.inner.finish(lease, finish).await;
         };
         if bytes.len() > self.options.above {
             match self.place(self.limit_of(lease), &lease.key, lease.owner.as_bytes(), (*codec, bytes)).await {
                 Ok((path, reference)) => {
-                    let offloaded = finish.with_result(reference);
+                    let offloaded = finish.with_result(joined(reference, messages.as_ref()));
                     let written = self.inner.finish(lease, &offloaded).await;
                     // The object is removed only if no write of this attempt can have taken effect: a record must not
                     // lose its object.
@@ -317,9 +319,13 @@ impl OffloadedInner {
                 ),
             }
         }
-        match as_it_was(finish) {
-            Some(sealed) => self.inner.finish(lease, &sealed).await,
-            None => self.inner.finish(lease, finish).await,
+        match codec {
+            // A reader would take the unchanged result for an envelope.
+            &CODEC => {
+                let sealed = joined(sealed_as_it_was(bytes), messages.as_ref());
+                self.inner.finish(lease, &finish.with_result(sealed)).await
+            }
+            _ => self.inner.finish(lease, finish).await,
         }
     }
 
@@ -357,15 +363,16 @@ impl OffloadedInner {
 
     /// Replaces the envelope in a record by the result to which the envelope refers, before the record is replayed.
     async fn open_replay(&self, key: &Key, record: &mut Record) {
-        if let Some(payload) = record.state.result_mut()
-            && let StoredResult::Encoded { codec: CODEC, bytes } = payload
-        {
+        let Some(payload) = record.state.result_mut() else { return };
+        let (result, messages) = split(payload);
+        if let StoredResult::Encoded { codec: CODEC, bytes } = &result {
             // A failure is not returned as an error: with `on_store_error = run`, an error would run the finished
             // operation again.
-            *payload = self.open(bytes).await.unwrap_or_else(|failure| {
+            let opened = self.open(bytes).await.unwrap_or_else(|failure| {
                 tracing::warn!(%key, "a result can't be read: {}", failure.reason());
                 unreadable(failure.reason())
             });
+            *payload = joined(opened, messages.as_ref());
         }
     }
 
@@ -441,6 +448,21 @@ impl StepValues for OffloadedInner {
     }
 }
 
+/// Returns a result alone, and the messages that are stored with it.
+fn split(stored: &StoredResult) -> (StoredResult, Option<UnsentMessages>) {
+    match stored.messages() {
+        Some(Ok((result, messages))) => (result, Some(messages)),
+        _ => (stored.clone(), None),
+    }
+}
+
+fn joined(result: StoredResult, messages: Option<&UnsentMessages>) -> StoredResult {
+    match messages {
+        Some(messages) => result.with_messages(messages),
+        None => result,
+    }
+}
+
 /// Returns `finish` in an envelope if a reader would take its unchanged result for an envelope.
 fn as_it_was(finish: &Finish) -> Option<Finish> {
     let StoredResult::Encoded { codec: CODEC, bytes } = finish.result() else { return None };
@@ -449,7 +471,7 @@ fn as_it_was(finish: &Finish) -> Option<Finish> {
 
 /// Returns `bytes`, which the codec of the envelope has written, in an envelope.
 fn sealed_as_it_was(bytes: &Bytes) -> StoredResult {
-    StoredResult::Encoded { codec: CODEC, bytes: envelope::seal(Form::AsItWas, &CODEC, bytes.len(), &[bytes]) }
+    StoredResult::Encoded { codec: CODEC, bytes: envelope::seal(Form::AsItWas, &CODEC, bytes.len() as u64, &[bytes]) }
 }
 
 impl Store for OffloadedInner {
@@ -503,9 +525,9 @@ impl Store for OffloadedInner {
             let mut inspection = self.inner.inspect(key).await?;
             if let Some(Inspection { record, .. }) = &mut inspection
                 && let Some(payload) = record.state.result_mut()
-                && let StoredResult::Encoded { codec: CODEC, bytes } = payload
+                && let (StoredResult::Encoded { codec: CODEC, bytes }, messages) = split(payload)
             {
-                *payload = self.open_or_fail(bytes).await?;
+                *payload = joined(self.open_or_fail(&bytes).await?, messages.as_ref());
             }
             Ok(inspection)
         })

@@ -503,8 +503,10 @@ impl Cache {
 
 /// Returns whether the record, and the result that is read from it, stay the same within the retention.
 fn is_final(record: &Record) -> bool {
-    // An unreadable result may be readable later, so its record is not final.
-    let is_whole = |payload| !matches!(payload, &(StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. }));
+    // An unreadable result may be readable later, and messages are marked as sent, so such a record is not final.
+    let is_whole = |payload: &StoredResult| {
+        !matches!(payload, StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. }) && !payload.has_messages()
+    };
     record.state.result().is_some_and(is_whole)
 }
 
