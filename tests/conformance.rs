@@ -137,6 +137,14 @@ const CAUGHT: &[(Mistake, &[&str])] = &[
     (Mistake::AppendRenewsNothing, &["append_renews"]),
     (Mistake::NoLateAppend, &["append_renews"]),
 
+    (Mistake::MarksNothing, &["messages_are_marked", "messages_never_return", "list_selects_unsent"]),
+    (Mistake::MarkChangesOwner, &["messages_are_marked", "messages_never_return"]),
+    (Mistake::MarkRenewsRetention, &["messages_are_marked"]),
+    (Mistake::MarksUnseen, &["marks_name_their_record"]),
+    (Mistake::ReplaceDropsMessages, &["marks_name_their_record"]),
+    (Mistake::MessagesAreNeverGivenUp, &["operators_decide_about_messages"]),
+    (Mistake::ListIgnoresUnsent, &["list_selects_unsent"]),
+
     (Mistake::RenewByKey, &["renewal_is_the_owners", "renewal_after_takeover", "renewals_answer_in_order"]),
     (Mistake::RenewDoesNothing, &["renewal_extends"]),
     (Mistake::NoLateRenew, &["renewal_after_lapse"]),
@@ -153,7 +161,7 @@ const CAUGHT: &[(Mistake, &[&str])] = &[
     (Mistake::FinishByKey, &["finish_is_the_owners", "finish_after_takeover"]),
     (Mistake::FinishNotRepeatable, &["finish_repeated", "landed_finish_is_recognised"]),
     (Mistake::FinishOnlyRepeatable, &["landed_finish_is_recognised"]),
-    (Mistake::FinishOverwrites, &["finish_is_final"]),
+    (Mistake::FinishOverwrites, &["finish_is_final", "messages_never_return"]),
     (Mistake::FinishRepeatedExtends, &["finish_is_final"]),
     (Mistake::FinishAfterRelease, &["finish_after_release", "marked_interrupted"]),
     (Mistake::FinishUpserts, &["finish_of_nothing", "pending_record_is_forgotten"]),

@@ -13,7 +13,7 @@ use futures::future::{Either, join_all, select};
 use idem_runtime::clock::{Clock, Instant, SystemClock};
 use idem_runtime::codec::CodecName;
 use idem_runtime::conformance::Subject;
-use idem_runtime::record::{Provenance, Record, State, StoredResult};
+use idem_runtime::record::{Provenance, Record, Ruling, State, StoredResult};
 use idem_runtime::store::{
     Action, Answers, Cursor, Decision, DecisionAnswer, Filter, Finish, Holder, Inspection, Journal, Lease, OwnerToken,
     Page, Release, Reservation, ReserveRequest, Revision, Standing, StoreContext, StoreFuture, Verdict,
@@ -50,6 +50,7 @@ mistakes! {
     BeginNotRepeatable, BeginMarksNothing, BeginRenewsNothing,
     JournalForgotten, JournalLostAtRelease, JournalLostAtTakeover, JournalShrinks, JournalOutlivesResult, JournalCut, DecisionsLoseJournal,
     ReopenKeepsJournal, ReopenNeverShrinksJournal, ReopenKeepsTheLastJournal, ReopensUnseenSteps,
+    MarksNothing, MarkChangesOwner, MarkRenewsRetention, MarksUnseen, ReplaceDropsMessages, MessagesAreNeverGivenUp, ListIgnoresUnsent,
     AppendByKey, AppendIgnoresNumber, AppendAfterTheEnd, AppendRenewsNothing, NoLateAppend,
     RenewByKey, RenewDoesNothing, NoLateRenew, RenewAfterTheEnd, RefusedRenewExtends, RenewGroupsAnswers,
     RenewAllOrNothing, RenewAnswersTwice, RenewWaitsForEach, RenewAnswersTogether, BlockedIsRefused, EmptyBatchFails, BatchOfAThousand, FinishByKey, FinishNotRepeatable, FinishOnlyRepeatable, FinishOverwrites,
@@ -738,6 +739,30 @@ impl Plain {
         self.is(M::DecidesUnseen) || (same_standing && same_steps && mark(&is) == mark(&seen))
     }
 
+    /// Applies a decision about messages. The library changes their form, and the store keeps the rest of the record.
+    fn decide_about_messages(&self, found: &mut Slot, decision: &Decision) -> DecisionAnswer {
+        let is = self.inspection(found);
+        let mut named = decision.clone();
+        if self.is(M::MarksUnseen) {
+            named.seen = is.revision();
+        }
+        match is.decide(&named) {
+            Ruling::Answer(refused) => return refused,
+            Ruling::Replace(_) if self.is(M::MarksNothing) => {}
+            Ruling::Replace(_)
+                if self.is(M::MessagesAreNeverGivenUp) && !matches!(decision.action, Action::MarkSent(_)) => {}
+            Ruling::Replace(record) => found.record = record,
+            Ruling::Remove => unreachable!("only `forget` removes"),
+        }
+        if self.is(M::MarkChangesOwner) {
+            found.record.owner = idem_tests::decided(found.record.owner, 1);
+        }
+        if self.is(M::MarkRenewsRetention) {
+            found.expires_at = self.now().saturating_add(Duration::from_secs(6000));
+        }
+        DecisionAnswer::Applied
+    }
+
     #[expect(clippy::too_many_lines, reason = "the function is a single decision")]
     fn decide(&self, slot: &mut Option<Slot>, decision: &Decision) -> DecisionAnswer {
         let now = self.now();
@@ -766,6 +791,9 @@ impl Plain {
             }
             return DecisionAnswer::NoRecord;
         };
+        if matches!(decision.action, Action::MarkSent(_) | Action::ResendMessages | Action::DropMessages) {
+            return self.decide_about_messages(found, decision);
+        }
         // A decision is refused if the operator saw another record than this one: a damaged value, or another attempt.
         if decision.seen.standing() == Standing::Damaged && !self.is(M::DamageWasNoChange) {
             return DecisionAnswer::changed(self.inspection(found).standing());
@@ -810,7 +838,13 @@ impl Plain {
             Action::Replace(_) if !finished && !self.is(M::ReplacesNothing) => return DecisionAnswer::Unfinished,
             Action::Replace(_) if self.is(M::ReplaceSparesResults) => return DecisionAnswer::Finished,
             Action::Replace(_) if self.is(M::ReplaceReleases) => found.record.state = State::Released,
-            Action::Replace(finish) => found.record.state = finish.state(),
+            Action::Replace(finish) => {
+                // The messages stay with the record; only the library writes their form.
+                found.record.state = match self.inspection(found).decide(decision) {
+                    Ruling::Replace(record) if !self.is(M::ReplaceDropsMessages) => record.state,
+                    _ => finish.state(),
+                };
+            }
             Action::Reopen | Action::ReopenWith(_) if finished && !self.is(M::ReopenGivesUpResults) => {
                 return DecisionAnswer::Finished;
             }
@@ -1029,6 +1063,7 @@ impl Plain {
                     .attempts_exhausted
                     .is_none_or(|most| seen.record.is_exhausted(most, seen.lapses_in.unwrap_or_default())))
             && (!filter.undecided || seen.waits_for_decision() || self.is(M::ListIgnoresUndecided))
+            && (!filter.unsent || seen.unsent_messages().is_some() || self.is(M::ListIgnoresUnsent))
     }
 
     fn page(&self, filter: &Filter) -> Page {

@@ -57,7 +57,7 @@ impl Case {
         panic!("{why}: the list has no end after {PAGES} pages");
     }
 
-    async fn shown(&self, filter: &Filter, why: &str) -> Option<HashSet<Key>> {
+    pub(super) async fn shown(&self, filter: &Filter, why: &str) -> Option<HashSet<Key>> {
         Some(self.listed(filter, why).await?.records.into_keys().collect())
     }
 }

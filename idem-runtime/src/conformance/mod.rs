@@ -48,6 +48,7 @@ mod fingerprints;
 mod journal;
 mod keys;
 mod listing;
+mod messages;
 mod operators;
 mod reserving;
 mod results;
@@ -245,6 +246,12 @@ macro_rules! __conformance_clauses {
         decision_is_named: "A record has the operator and the reason of the latest decision, until the next decision.",
         list_shows_each_once: "`list` shows each record of a scope once, regardless of the page length, and no record of another scope.",
         list_filters: "`list` shows the records with the selected standing and age, and no record that has expired.",
+        // Clauses about messages.
+        messages_are_marked: "A finished record keeps messages beside its result, and the decision `mark_sent` removes the sent ones, and nothing else.",
+        messages_never_return: "Neither a repeated `finish` nor a late `mark_sent` brings back a message that was marked as sent.",
+        marks_name_their_record: "`mark_sent` is refused after a decision, and for another attempt; `replace` keeps the messages.",
+        operators_decide_about_messages: "`resend_messages` and `drop_messages` change the messages, and nothing else.",
+        list_selects_unsent: "`list` selects the records with messages that are not marked as sent.",
         list_and_inspect_agree: "`list` shows the same records as `inspect`, without results.",
         ping_is_answered: "`ping` is answered if the store can be reached; otherwise `ping` and `list` fail (needs `Subject::unreachable`).",
         purge_spares_the_kept: "`purge` removes no record before the end of its retention, and returns the number of removed records.",
@@ -301,6 +308,10 @@ use journal::{
 };
 use keys::{long_keys_are_distinct, similar_keys_are_distinct};
 use listing::{list_and_inspect_agree, list_filters, list_shows_each_once, ping_is_answered};
+use messages::{
+    list_selects_unsent, marks_name_their_record, messages_are_marked, messages_never_return,
+    operators_decide_about_messages,
+};
 use operators::{
     inspection, purge_spares_the_kept, reopen_interrupted, reopen_keeps_retention, reopen_lapsed, reopen_refused,
     reopen_released,
