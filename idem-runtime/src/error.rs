@@ -1,11 +1,13 @@
 //! Errors that a call returns in place of a result, and the dispositions of messages that follow from them.
 
+mod outbox;
 mod step;
 
 use std::fmt;
 use std::io;
 use std::time::Duration;
 
+pub use self::outbox::{OutboxProblem, UnsentReason};
 pub use self::step::StepProblem;
 use crate::codec::ResultProblem;
 use crate::key::{Fingerprint, FingerprintError, Key, KeyError, KeyProblem};
@@ -253,6 +255,35 @@ pub enum Error {
         /// Reason why the step did not run or has no value.
         problem: StepProblem,
     },
+    /// A message was not accepted by the [outbox](crate::Attempt::outbox) of the attempt. Nothing was sent, and effects
+    /// before that are not undone.
+    #[non_exhaustive]
+    Outbox {
+        /// Key of the operation; `None` if the body of the message does not encode.
+        key: Option<Key>,
+        /// Reason why the message was not accepted.
+        problem: OutboxProblem,
+    },
+    /// The operation has finished and its result is recorded, but not all of its messages are marked as sent. The next
+    /// delivery, or any duplicate, sends the rest and returns the recorded result. The body does not run again. If the
+    /// body ran without a reservation (`attempt` is 0), nothing is recorded, and the next delivery runs it again.
+    #[non_exhaustive]
+    Unsent {
+        /// Key of the operation.
+        key: Key,
+        /// Name of the store that holds the record.
+        store: &'static str,
+        /// Number of the attempt that recorded the result; 0 if the body ran without a reservation.
+        attempt: u32,
+        /// True if the body of this call ran; false if this call is a duplicate.
+        ran: bool,
+        /// Number of messages that are not marked as sent, if it is known.
+        unsent: Option<u32>,
+        /// Suggested time until the next delivery.
+        retry_after: Duration,
+        /// Reason why they are not marked as sent.
+        reason: Box<UnsentReason>,
+    },
     /// The store could not reserve the key, did not confirm the lease when the body asked for a confirmation, or did
     /// not confirm the journal entry of a step.
     #[non_exhaustive]
@@ -322,7 +353,9 @@ impl Error {
             | Self::Unrecorded { key, .. }
             | Self::ResultUnavailable { key, .. }
             | Self::Step { key, .. }
+            | Self::Unsent { key, .. }
             | Self::Store { key, .. } => Some(key),
+            Self::Outbox { key, .. } => key.as_ref(),
         }
     }
 
@@ -338,14 +371,16 @@ impl Error {
             | Self::MessageLost { retry_after, .. }
             | Self::DeadlinePassed { retry_after, .. }
             | Self::HeldBack { retry_after, .. }
+            | Self::Unsent { retry_after, .. }
             | Self::Store { retry_after, .. }
             | Self::Interrupted { ask_again: Some(retry_after), .. } => Disposition::Retry { after: *retry_after },
             Self::Step { problem: StepProblem::Unresolved { ask_again: after, .. }, .. }
             | Self::Step { problem: StepProblem::TimedOut { retry_after: after, .. }, .. } => {
                 Disposition::Retry { after: *after }
             }
-            // The next delivery runs the step: the attempt of this delivery has ended.
-            Self::Step { problem: StepProblem::AttemptEnded, .. } => {
+            // The next delivery runs the step, or pushes the message: the attempt of this delivery has ended.
+            Self::Outbox { problem: OutboxProblem::AttemptEnded, .. }
+            | Self::Step { problem: StepProblem::AttemptEnded, .. } => {
                 Disposition::Retry { after: deployment_pause(self.key()) }
             }
             _ if self.is_misconfigured() => Disposition::Retry { after: deployment_pause(self.key()) },
@@ -353,6 +388,7 @@ impl Error {
             Self::NoAttempt
             | Self::ResultUnavailable { .. }
             | Self::Step { .. }
+            | Self::Outbox { .. }
             | Self::MissingKey { .. }
             | Self::InvalidKey { .. }
             | Self::InvalidFingerprint { .. }
@@ -373,6 +409,8 @@ impl Error {
             Self::InvalidKey { problem, .. } => problem.is_misconfiguration(),
             Self::ResultUnavailable { problem, .. } => problem.is_misconfiguration(),
             Self::Step { problem, .. } => problem.is_misconfiguration(),
+            Self::Outbox { problem, .. } => problem.is_misconfiguration(),
+            Self::Unsent { reason, .. } => matches!(**reason, UnsentReason::NoSender),
             Self::Store { source, .. } | Self::Unrecorded { source, .. } => {
                 source.kind() == StoreErrorKind::Misconfigured
             }
@@ -386,6 +424,10 @@ impl Error {
         match self {
             Self::Store { source, .. } | Self::Unrecorded { source, .. } => Some(source),
             Self::LeaseLost { source, .. } => source.as_ref(),
+            Self::Unsent { reason, .. } => match &**reason {
+                UnsentReason::NotMarked(source) | UnsentReason::NotRead(source) => Some(source),
+                _ => None,
+            },
             _ => None,
         }
     }
@@ -552,6 +594,23 @@ impl fmt::Display for Error {
                  the body did not run again"
             ),
             Self::Step { key, store, step, problem } => write!(f, "key `{key}` in {store}, step `{step}`: {problem}"),
+            Self::Outbox { key: Some(key), problem } => {
+                write!(f, "key `{key}`: a message is not accepted: {problem}; nothing was sent")
+            }
+            Self::Outbox { problem, .. } => write!(f, "a message is not accepted: {problem}; nothing was sent"),
+            Self::Unsent { key, store, attempt: 0, reason, .. } => write!(
+                f,
+                "key `{key}` in {store}: the body ran without a reservation, and its messages are not all sent: {reason}; \
+                 nothing is recorded, and the next delivery runs the body again"
+            ),
+            Self::Unsent { key, store, attempt, unsent, reason, .. } => {
+                let count = unsent.map_or(String::new(), |unsent| format!(" ({unsent})"));
+                write!(
+                    f,
+                    "key `{key}` in {store}: the result of attempt {attempt} is recorded, and its messages{count} are not marked \
+                     as sent: {reason}; the body does not run again; deliver the message again: that sends the rest"
+                )
+            }
             Self::Store { key, store, started: true, .. } => write!(
                 f,
                 "key `{key}` in {store}: the lease, or the journal entry of a step, could not be confirmed; the body \
@@ -588,8 +647,14 @@ impl std::error::Error for Error {
                     | ResultProblem::MigrationFailed { source }
                     | ResultProblem::MigratedUndecodable { source },
                 ..
-            } => Some(&**source),
+            }
+            | Self::Outbox { problem: OutboxProblem::Unencodable(source), .. } => Some(&**source),
             Self::Step { problem: StepProblem::UnreadableJournal(source), .. } => Some(source),
+            Self::Unsent { reason, .. } => match &**reason {
+                UnsentReason::NotConfirmed { source, .. } => Some(&**source),
+                UnsentReason::NotMarked(source) | UnsentReason::NotRead(source) => Some(source),
+                _ => None,
+            },
             _ => None,
         }
     }

@@ -175,6 +175,14 @@ pub mod step {
     pub use crate::error::StepProblem;
 }
 
+/// Messages that leave with the record of their operation. See [`Attempt::outbox`].
+pub mod outbox {
+    pub use crate::engine::{Outbox, Resender, Resent};
+    pub use crate::error::{OutboxProblem, UnsentReason};
+    pub use crate::record::messages::{OutgoingMessage, UnsentMessage, UnsentMessages};
+    pub use crate::store::sender::{SendError, SendFuture, Sender};
+}
+
 /// Actions of an operator on a record: to inspect, resolve, reopen or forget it, and to break its lease.
 pub mod operator {
     pub use crate::record::journaled_step::StepResolution;

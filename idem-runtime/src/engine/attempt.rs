@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::key::Key;
 use crate::policy::{Backoff, Policy};
 use crate::record::{Lease, LeaseMark, OwnerToken, Provenance, Verdict};
-use crate::store::{Store, StoreError, renew_all};
+use crate::store::{StepJournal, Store, StoreError, renew_all};
 
 thread_local! {
     /// Attempt whose body is being polled on this thread.
@@ -56,8 +56,17 @@ pub struct Attempt {
     /// Time when the request for the reservation was sent, on the clock of the store handle.
     pub(crate) reserved_at: Instant,
     pub(crate) backoff: Backoff,
+    /// Parts that only some attempts have; `None` if there are none. One pointer, because every call carries it.
+    surroundings: Option<Arc<Surroundings>>,
+}
+
+/// Parts that only some attempts have.
+struct Surroundings {
     /// Attempt whose body made this call; `None` for a call outside of a body.
-    parent: Option<Arc<Attempt>>,
+    parent: Option<Attempt>,
+    /// Messages of a body whose result is not recorded; `None` under a reservation, or if the store handle has no
+    /// sender.
+    unrecorded: Option<Arc<StepJournal>>,
 }
 
 impl Attempt {
@@ -75,12 +84,31 @@ impl Attempt {
             provenance: Provenance::default(),
             mark: LeaseMark::default(),
         };
-        Self::new(store, lease, Instant::new(Duration::ZERO), policy.backoff)
+        let unrecorded = store.context().sender().map(|_| Arc::default());
+        Self::within(store, lease, Instant::new(Duration::ZERO), policy.backoff, unrecorded)
     }
 
     pub(crate) fn new(store: Arc<dyn Store>, lease: Lease, reserved_at: Instant, backoff: Backoff) -> Self {
-        let parent = CURRENT.with_borrow(|current| current.clone().map(Arc::new));
-        Self { store, lease, reserved_at, backoff, parent }
+        Self::within(store, lease, reserved_at, backoff, None)
+    }
+
+    fn within(
+        store: Arc<dyn Store>,
+        lease: Lease,
+        reserved_at: Instant,
+        backoff: Backoff,
+        unrecorded: Option<Arc<StepJournal>>,
+    ) -> Self {
+        let parent = CURRENT.with_borrow(Clone::clone);
+        let has_some = parent.is_some() || unrecorded.is_some();
+        let surroundings = has_some.then(|| Arc::new(Surroundings { parent, unrecorded }));
+        Self { store, lease, reserved_at, backoff, surroundings }
+    }
+
+    /// Returns the place of the messages of a body whose result is not recorded; `None` under a reservation, or if the
+    /// store handle has no sender.
+    pub(super) fn unrecorded(&self) -> Option<&Arc<StepJournal>> {
+        self.surroundings.as_ref()?.unrecorded.as_ref()
     }
 
     /// Returns the key of the operation.
@@ -188,7 +216,7 @@ pub(crate) fn is_inside(key: &Key) -> bool {
             if it.key() == key && it.is_protected() {
                 return true;
             }
-            attempt = it.parent.as_deref();
+            attempt = it.surroundings.as_ref().and_then(|around| around.parent.as_ref());
         }
         false
     })

@@ -10,12 +10,13 @@ use super::held::HeldAttempt;
 use super::late;
 use super::observed_call::Refusal;
 use super::observer;
+use super::outbox::{self, Dispatch};
 use super::poll_notes::waits;
 use super::replay::Replay;
 use super::turns::Turn;
 use crate::clock::{Clock, Instant};
 use crate::combine::race;
-use crate::error::{Error, Mismatch};
+use crate::error::{Error, Mismatch, UnsentReason};
 use crate::key::{Key, KeyError, KeyProblem};
 use crate::metrics::StoreOp;
 use crate::policy::{Backoff, InProgress, MissingKey, Mode, OnCrash, OnStoreError, Policy, PolicyProblem};
@@ -213,6 +214,8 @@ enum OpenAnswer {
     /// The record shows the attempt with this number as interrupted, but this process still runs the attempt or writes
     /// its end.
     EndsLate(u32),
+    /// The operation has finished in the attempt with this number, and its messages are not all sent.
+    Unsent(u32),
 }
 
 /// Another attempt that holds the key.
@@ -391,6 +394,11 @@ impl<'a> Request<'a> {
                 {
                     OpenAnswer::EndsLate(attempt)
                 }
+                Ok(Reservation::Finished { record, .. })
+                    if self.mode == Mode::Enforce && outbox::has_unsent(&record.state) =>
+                {
+                    OpenAnswer::Unsent(record.attempt)
+                }
                 Ok(reservation) => return self.decide(reservation, asked_at),
                 Err(error) => return NextStep::Decided(self.no_answer(error, self.unanswered_since.is_some())),
             }
@@ -401,6 +409,7 @@ impl<'a> Request<'a> {
                 NextStep::Decided(Start::Refused(Box::pin(mismatch(self.store(), &self.reserve, attempt)).await))
             }
             OpenAnswer::EndsLate(attempt) => Box::pin(self.await_end(attempt)).await,
+            OpenAnswer::Unsent(attempt) => Box::pin(self.send_unsent(attempt)).await,
         }
     }
 
@@ -420,6 +429,51 @@ impl<'a> Request<'a> {
         waits();
         self.clock().sleep(left.min(END_PAUSE)).await;
         NextStep::AskAgain
+    }
+
+    /// Sends the messages of the finished attempt `attempt`, and then asks again for its result. If another call is
+    /// probably sending them, waits for that call as long as the policy allows.
+    async fn send_unsent(&mut self, attempt: u32) -> NextStep {
+        let (store, key) = (self.store(), &self.reserve.key);
+        store.context().store_answered();
+        let found = store.inspect(key).watched(store, StoreOp::Inspect).await;
+        let began = found.as_ref().ok().and_then(|found| found.as_ref()?.began);
+        let Policy { backoff, .. } = self.subject.policy;
+        // The pauses grow with the age of the operation, as after a replay whose delivery fails.
+        let pause = backoff.during(began.unwrap_or_default(), self.reserve.owner.seed());
+        let dispatch = Dispatch { store: &**store, key, attempt, ran: false, pause };
+        let found = match found {
+            Ok(Some(found)) if found.attempt() == attempt && outbox::has_unsent(&found.record.state) => found,
+            // Another call has sent them, or the record has changed.
+            Ok(_) => return NextStep::AskAgain,
+            Err(source) => {
+                return NextStep::Decided(Start::Refused(dispatch.unsent(None, UnsentReason::NotRead(source))));
+            }
+        };
+        let context = store.context();
+        let is_at_work = context.is_at_work(key, self.late_ends);
+        let sending = match is_at_work || outbox::is_being_sent(context, &found, self.reserve.ttl) {
+            true => None,
+            false => store.context().sends(key),
+        };
+        let Some(_sending) = sending else {
+            let error = dispatch.unsent(None, UnsentReason::Sending);
+            self.may_wait_at_last();
+            let left = self.may_wait();
+            if left.is_zero() {
+                return NextStep::Decided(Start::Refused(error));
+            }
+            self.waited = true;
+            waits();
+            // The longer the call has waited, the longer it pauses: many duplicates may wait.
+            let waited = self.since(self.met_at).unwrap_or_default();
+            self.clock().sleep(left.min((waited / 4).clamp(RESERVE_PAUSES[1], END_PAUSE))).await;
+            return NextStep::AskAgain;
+        };
+        match dispatch.send_recorded(&found).await {
+            Ok(()) => NextStep::AskAgain,
+            Err(error) => NextStep::Decided(Start::Refused(error)),
+        }
     }
 
     /// Returns whether the record must be marked as begun before the body of `lease` begins.
@@ -638,6 +692,9 @@ impl<'a> Request<'a> {
         };
         self.at_once = false;
         let found = told.filter(|found| !found.record.is_pending() && !found.expires_in.is_zero())?;
+        if outbox::has_unsent(&found.record.state) {
+            return None;
+        }
         match found.record.admit(&self.reserve, Duration::ZERO) {
             Admission::Answer(Reservation::Released { .. }) | Admission::Replace { .. } => None,
             Admission::Answer(Reservation::FingerprintMismatch { attempt }) => {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!              ┌─ Reserved ───> Body ── returned ──> End ──┐
-//!  Begin ──────┼─ Unprotected ─> Unprotected ──────────────┼──> Over
+//!  Begin ──────┼─ Unprotected ─> Unprotected ── (Sending) ─┼──> Over
 //!              └─ Replay, Refused ─────────────────────────┘
 //! ```
 //!
@@ -32,6 +32,7 @@ use super::ending::{AttemptEnd, RecordContent};
 use super::held::{EndingAttempt, HeldAttempt, poll_as, report_uncertain};
 use super::observed_call::{Commit, ErrorFacts, ObservedCall, Progress, RecordedPart, Refusal, ReportedDoubt};
 use super::observer::{Seat, report, report_again};
+use super::outbox;
 use super::poll_notes::{DoubtStage, PollNotes, ask_again, note_refusal};
 use super::recorder::{Recorder, encoded};
 use super::telemetry::{Facts, Telemetry};
@@ -40,7 +41,7 @@ use super::work::Work;
 use crate::codec::{ResultProblem, RoundTripError};
 use crate::error::{Disposition, Error};
 use crate::policy::{OnUndecodable, Uncertain};
-use crate::record::{Finish, Release, State, StoredResult};
+use crate::record::{Finish, Release, State};
 use crate::store::AfterError;
 
 /// Makes the future of a call of a handler.
@@ -257,6 +258,10 @@ pin_project! {
             attempt: Option<Attempt>,
             notes: PollNotes,
         },
+        // The messages of a body without a reservation are being sent.
+        Sending {
+            sending: Pin<Box<dyn Future<Output = Result<(), Error>> + Send>>,
+        },
         End {
             #[pin]
             end: C,
@@ -318,8 +323,18 @@ where
                         note_refusal();
                     }
                     facts.body_ended(None);
-                    this.seen.progress = Progress::Returned { is_ok, kept: RecordedPart::Nothing };
                     this.seen.again = attempt.as_ref().map(|attempt| attempt.pause_unprotected(is_ok));
+                    this.seen.progress = Progress::Returned { is_ok, kept: RecordedPart::Nothing };
+                    match attempt.as_ref().filter(|_| is_ok).and_then(outbox::unrecorded) {
+                        Some(sending) => this.phase.set(Phase::Sending { sending }),
+                        None => break,
+                    }
+                }
+                PhaseProjection::Sending { sending } => {
+                    if let Err(error) = ready!(sending.as_mut().poll(cx)) {
+                        facts.refused(span, &error);
+                        refuse(this.seen, work.as_mut(), error, *this.on_uncertain);
+                    }
                     break;
                 }
                 PhaseProjection::Body { held } => {
@@ -346,11 +361,7 @@ where
                     let doubt = note_return(this.seen, running.doubt(), steps.ask_again);
                     report(this.seat, || this.seen.clone());
                     let mut ending = held.take().expect("polled just now").ending();
-                    if is_ok {
-                        // This ending is written if the encoding panics: the body has succeeded, so no other body
-                        // may run.
-                        ending.ending = Some(AttemptEnd::Finish(Finish::Completed(StoredResult::Unencodable)));
-                    }
+                    ending.unencoded(is_ok);
                     this.seen.reported =
                         end_of(&mut ending, (is_ok, doubt, steps), work.as_mut(), *this.max_result_bytes);
                     facts.reports_doubt(this.seen.reported);
@@ -361,22 +372,10 @@ where
                     this.phase.set(Phase::End { end: (this.end)(ending), is_ok, enforced, doubt });
                 }
                 PhaseProjection::End { end, is_ok, enforced, doubt } => {
-                    match ready!(end.poll(cx)) {
-                        Ok(content) => {
-                            facts.settled(span, *doubt);
-                            let returned = Progress::Returned { is_ok: *is_ok, kept: kept(content) };
-                            this.seen.progress = progress_after(*doubt, this.seen.again).unwrap_or(returned);
-                            facts.recorded(*is_ok, this.seen.attempt, content);
-                        }
-                        Err(error) if *enforced => {
-                            facts.refused(span, &error);
-                            refuse(this.seen, work.as_mut(), error, *this.on_uncertain);
-                        }
-                        // In shadow mode the call returns the result of its body even if the result is not recorded.
-                        Err(error) => {
-                            this.seen.progress = Progress::Returned { is_ok: *is_ok, kept: RecordedPart::Nothing };
-                            tracing::info!(%error, "shadow mode: the result is not recorded");
-                        }
+                    let (ended, enforced) = (ready!(end.poll(cx)), *enforced);
+                    if let Err(error) = note_end(this.seen, facts, span, ended, (*is_ok, enforced, *doubt)) {
+                        facts.refused(span, &error);
+                        refuse(this.seen, work.as_mut(), error, *this.on_uncertain);
                     }
                     break;
                 }
@@ -477,7 +476,7 @@ fn end_of(
                 note_refusal();
                 AttemptEnd::Release(Release::Returned)
             }
-            recorded => ending.held.with_kept_journal(recorded),
+            recorded => ending.held.with_journal_and_messages(recorded),
         },
     };
     let reported = match &end {
@@ -502,6 +501,35 @@ fn note_return(seen: &mut ObservedCall, doubt: DoubtStage, step: Option<Duration
     }
     seen.progress = Progress::Recording;
     doubt
+}
+
+/// Notes the end of an attempt: whether its body returned `Ok`, whether the lease was enforced, and the progress of its
+/// reconciler.
+///
+/// # Errors
+/// Error that the call returns in place of the result of its body.
+fn note_end(
+    seen: &mut ObservedCall,
+    facts: &mut Facts,
+    span: Option<&Span>,
+    ended: Result<RecordContent, Error>,
+    (is_ok, enforced, doubt): (bool, bool, DoubtStage),
+) -> Result<(), Error> {
+    match ended {
+        Ok(content) => {
+            facts.settled(span, doubt);
+            let returned = Progress::Returned { is_ok, kept: kept(content) };
+            seen.progress = progress_after(doubt, seen.again).unwrap_or(returned);
+            facts.recorded(is_ok, seen.attempt, content);
+        }
+        Err(error) if enforced || matches!(error, Error::Unsent { .. }) => return Err(error),
+        // In shadow mode the call returns the result of its body even if the result is not recorded.
+        Err(error) => {
+            seen.progress = Progress::Returned { is_ok, kept: RecordedPart::Nothing };
+            tracing::info!(%error, "shadow mode: the result is not recorded");
+        }
+    }
+    Ok(())
 }
 
 /// Returns the progress of a call whose reconciler was asked, and whose body did not run. If the reconciler had no
@@ -533,6 +561,9 @@ fn refuse(seen: &mut ObservedCall, work: Pin<&mut dyn Work>, error: Error, on_un
         seen.again = Some(after);
     }
     seen.progress = match Refusal::of(&error) {
+        None if let Error::Unsent { ran, attempt, .. } = error => {
+            Progress::Unsent { ran, recorded: attempt > 0, error: facts }
+        }
         Some(refusal) => Progress::Refused { refusal, error: facts },
         None => Progress::Unrecorded { error: facts },
     };

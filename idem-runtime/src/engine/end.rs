@@ -6,6 +6,7 @@ use super::attempt::Attempt;
 use super::ending::{AttemptEnd, RecordContent};
 use super::held::{EndingAttempt, HeldAttempt};
 use super::late::{Tries, may_pass, outlasts_lease, write_again};
+use super::outbox;
 use crate::error::Error;
 use crate::key::Key;
 use crate::metrics::Dropped;
@@ -42,6 +43,7 @@ pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<Rec
             (Ok(Verdict::Applied), Some(ending)) => content(attempt.held.attempt().key(), ending),
             _ => RecordContent::Nothing,
         };
+        let outgoing = outbox::outgoing(&attempt, &ended);
         let is_release = matches!(attempt.ending, Some(AttemptEnd::Release(_)));
         let EndingAttempt { held, ending } = &mut attempt;
         // The drop of `EndingAttempt` repeats two kinds of failed writes. One kind is a release. The other is a result
@@ -52,6 +54,11 @@ pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<Rec
         };
         if !goes_on {
             *ending = None;
+        }
+        if let Some(outgoing) = outgoing {
+            drop(ended);
+            // Boxed: most calls have no messages, and would carry its size inline.
+            return Box::pin(outgoing.send(held)).await.map(|()| content);
         }
         let Attempt { store, lease, reserved_at, .. } = held.attempt();
         match ended {
@@ -100,10 +107,10 @@ async fn write_held_again(attempt: &mut EndingAttempt, error: StoreError) -> Res
 /// Returns the part of `ending` that the record holds after the write.
 fn content(key: &Key, ending: &AttemptEnd) -> RecordContent {
     let AttemptEnd::Finish(finish) = ending else { return RecordContent::Nothing };
-    let result = finish.result();
-    let why = match result {
+    let (result, _) = finish.result().parts();
+    let why = match &*result {
         StoredResult::Encoded { .. } => {
-            return RecordContent::Result { bytes: result.parts().0.stored_bytes() };
+            return RecordContent::Result { bytes: result.stored_bytes() };
         }
         StoredResult::TooLarge { .. } => Dropped::TooLarge,
         StoredResult::Unencodable | StoredResult::Unreadable { .. } | StoredResult::LeftOut { .. } => {

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 
 use crate::metrics::Dropped;
+use crate::record::messages::UnsentMessages;
 use crate::record::{Finish, Journal, Release, StoredResult};
 
 /// End of an attempt, as it is written to the record.
@@ -23,21 +24,35 @@ impl AttemptEnd {
         }
     }
 
+    /// Returns the ending with messages beside its result. Only a completed operation has messages.
+    pub(super) fn with_messages(self, messages: &UnsentMessages) -> Self {
+        match self {
+            Self::Finish(finish @ Finish::Completed(_)) => {
+                Self::Finish(finish.with_result(finish.result().with_messages(messages)))
+            }
+            other => other,
+        }
+    }
+
     /// Returns the ending without the journal beside its result, or without its result, for a store that can't hold
     /// them; `None` if the ending has no result.
     pub(super) fn without_result(&self) -> Option<Self> {
-        if let Self::Finish(finish) = self
-            && let (Cow::Owned(result), _) = finish.result().parts()
-        {
+        let Self::Finish(finish) = self else { return None };
+        if let Some(Ok((result, messages))) = finish.result().messages() {
+            // The messages are kept: they are as much a part of the operation as its result.
+            let alone = Self::Finish(finish.with_result(result)).without_result()?;
+            return Some(alone.with_messages(&messages));
+        }
+        if let (Cow::Owned(result), _) = finish.result().parts() {
             return Some(Self::Finish(finish.with_result(result)));
         }
-        match self {
-            Self::Finish(Finish::Completed(StoredResult::Encoded { bytes, .. })) => {
+        match finish {
+            Finish::Completed(StoredResult::Encoded { bytes, .. }) => {
                 Some(Self::Finish(Finish::Completed(StoredResult::TooLarge { size: bytes.len() as u64 })))
             }
             // An error ends the operation only if duplicates can replay the error. If the bytes of the error can't be
             // stored, the key is freed instead.
-            Self::Finish(Finish::Failed(StoredResult::Encoded { .. })) => Some(Self::Release(Release::Returned)),
+            Finish::Failed(StoredResult::Encoded { .. }) => Some(Self::Release(Release::Returned)),
             _ => None,
         }
     }

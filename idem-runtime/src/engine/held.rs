@@ -15,7 +15,8 @@ use super::poll_notes::{DoubtStage, NotesGuard, PollNotes};
 use super::work::Work;
 use crate::error::{Error, StepProblem};
 use crate::policy::{Doubt, OnCrash, OptionalMillis, Policy, Uncertain};
-use crate::record::{Journal, Lease, LeaseMark, Release, Verdict};
+use crate::record::messages::UnsentMessages;
+use crate::record::{Finish, Journal, Lease, LeaseMark, Release, StoredResult, Verdict};
 use crate::store::{AfterError, LeaseStanding, Limits, StepJournal, StoreError, StoreFuture};
 
 /// An attempt that has reserved its key. The drop of this value releases the key, or marks the key as interrupted.
@@ -51,6 +52,17 @@ pub(super) struct EndingAttempt {
 }
 
 impl EndingAttempt {
+    /// Sets the ending that is written if the encoding of the result panics. A body that has succeeded must not run
+    /// again, and its messages leave without the result, too.
+    pub(super) fn unencoded(&mut self, is_ok: bool) {
+        if is_ok {
+            let unencodable = AttemptEnd::Finish(Finish::Completed(StoredResult::Unencodable));
+            self.ending = Some(self.held.with_journal_and_messages(unencodable));
+        } else {
+            self.held.seal_messages();
+        }
+    }
+
     /// Sends the end of the attempt to the store once. Returns `None` if there is nothing to write.
     pub(super) fn write(&self) -> Option<StoreFuture<'_, Verdict>> {
         let Attempt { store, lease, .. } = self.held.attempt();
@@ -219,15 +231,35 @@ impl HeldAttempt {
         self.step_journal().map(|journal| journal.after_error()).unwrap_or_default()
     }
 
-    /// Returns `end` with the journal beside its result, if the policy of the steps keeps the journal.
-    pub(super) fn with_kept_journal(&self, end: AttemptEnd) -> AttemptEnd {
-        if !self.notes.journaled && self.journal.is_none() {
-            return end;
-        }
-        match self.step_journal().and_then(|journal| journal.kept()) {
-            Some(journal) => end.with_journal(&journal),
+    /// Returns `end` with the journal beside its result, if the policy of the steps keeps the journal, and with the
+    /// messages that the body has pushed.
+    pub(super) fn with_journal_and_messages(&self, end: AttemptEnd) -> AttemptEnd {
+        let messages = if self.enforced { self.seal_messages() } else { None };
+        let kept = match self.notes.journaled || self.journal.is_some() {
+            true => self.step_journal().and_then(|journal| journal.kept()),
+            false => None,
+        };
+        let end = match kept {
+            Some(kept) => end.with_journal(&kept),
+            None => end,
+        };
+        match messages {
+            Some(messages) => end.with_messages(&messages),
             None => end,
         }
+    }
+
+    /// Accepts no further message, and returns those that the body has pushed; `None` if there are none.
+    pub(super) fn seal_messages(&self) -> Option<UnsentMessages> {
+        let Attempt { store, lease, .. } = self.attempt();
+        store.context().sender().and_then(|_| store.context().leases().seal_messages(lease.owner))
+    }
+
+    /// Ends the renewals of an attempt whose end is recorded. Returns the attempt.
+    pub(super) fn over(&mut self) -> Attempt {
+        let attempt = self.attempt().clone();
+        self.ends(None);
+        attempt
     }
 
     /// Returns the progress of the reconciler.

@@ -18,11 +18,13 @@ mod late;
 mod observe;
 mod observed_call;
 mod observer;
+mod outbox;
 mod outcome;
 mod poll_notes;
 pub(crate) mod reconciliation;
 pub(crate) mod recorder;
 mod replay;
+mod resender;
 mod step;
 mod telemetry;
 mod turns;
@@ -51,6 +53,7 @@ pub(crate) use self::observed_call::TransactionEnd;
 pub(crate) use self::observer::Observation;
 #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
 pub(crate) use self::observer::{settle, unsettled};
+pub use self::outbox::Outbox;
 pub use self::outcome::Outcome;
 #[cfg(feature = "tower")]
 pub(crate) use self::poll_notes::has_begun_to_wait;
@@ -58,6 +61,7 @@ pub use self::reconciliation::{Reconciler, Reconciliation};
 #[cfg(feature = "conformance")]
 pub use self::recorder::replay;
 pub(crate) use self::recorder::{ErrorRule, RecordResults, RecordValues, Recorder};
+pub use self::resender::{Resender, Resent};
 pub use self::step::{
     Always, AskDoubt, FailOnDoubt, Irreversible, Never, Reaction, ReconcileOnDoubt, RerunOnDoubt, RetriedStep, Step,
     StepBuilder, StepDoubt, StepName, UncertainIf,

@@ -50,6 +50,8 @@ impl Refusal {
             Error::Store { started: false, .. } => Some(Self::Store),
             Error::NoAttempt
             | Error::Step { .. }
+            | Error::Outbox { .. }
+            | Error::Unsent { .. }
             | Error::LeaseLost { .. }
             | Error::Unrecorded { .. }
             | Error::TimedOut { .. }
@@ -86,6 +88,9 @@ pub(crate) enum Progress {
     /// The body started, and the record does not hold its end: the lease was lost, the time limit was over, or the
     /// store did not answer.
     Unrecorded { error: ErrorFacts },
+    /// The operation has finished, and not all of its messages are marked as sent. `ran`: the body of this call ran.
+    /// `recorded`: its result is recorded, which is not so without a reservation.
+    Unsent { ran: bool, recorded: bool, error: ErrorFacts },
 }
 
 /// Part of the returned result that the record holds.
@@ -199,10 +204,12 @@ impl ObservedCall {
             Progress::Refused { refusal: Refusal::ResultUnavailable, error } => {
                 Standing::Finished(Some(error.disposition))
             }
-            Progress::Refused { error, .. } | Progress::Unrecorded { error } => match error.disposition {
-                Disposition::Retry { after } => Standing::MayPass(Some(after)),
-                Disposition::DeadLetter | Disposition::Ack => Standing::RefusedForGood,
-            },
+            Progress::Refused { error, .. } | Progress::Unrecorded { error } | Progress::Unsent { error, .. } => {
+                match error.disposition {
+                    Disposition::Retry { after } => Standing::MayPass(Some(after)),
+                    Disposition::DeadLetter | Disposition::Ack => Standing::RefusedForGood,
+                }
+            }
             Progress::Returned { is_ok: false, kept: RecordedPart::Nothing }
                 if self.reported == Some(ReportedDoubt::ForOperator) =>
             {
@@ -236,6 +243,7 @@ impl ObservedCall {
                 Progress::Running | Progress::Recording | Progress::Returned { .. } | Progress::Unrecorded { .. } => {
                     true
                 }
+                Progress::Unsent { ran, .. } => ran,
                 Progress::None | Progress::Reserving | Progress::Replayed { .. } | Progress::Refused { .. } => false,
             }
     }
@@ -254,20 +262,28 @@ impl ObservedCall {
             | Progress::Unrecorded { .. }
             | Progress::Refused { refusal: Refusal::Interrupted, .. } => true,
             Progress::Returned { .. } => self.reported.is_some(),
-            Progress::None | Progress::Reserving | Progress::Replayed { .. } | Progress::Refused { .. } => false,
+            Progress::None
+            | Progress::Reserving
+            | Progress::Replayed { .. }
+            | Progress::Unsent { .. }
+            | Progress::Refused { .. } => false,
         }
     }
 
     pub(super) fn misconfigured(&self) -> bool {
         match self.progress {
-            Progress::Refused { error, .. } | Progress::Unrecorded { error } => error.misconfigured,
+            Progress::Refused { error, .. } | Progress::Unrecorded { error } | Progress::Unsent { error, .. } => {
+                error.misconfigured
+            }
             _ => false,
         }
     }
 
     pub(super) fn store_failed(&self) -> bool {
         match self.progress {
-            Progress::Refused { error, .. } | Progress::Unrecorded { error } => error.store_failed,
+            Progress::Refused { error, .. } | Progress::Unrecorded { error } | Progress::Unsent { error, .. } => {
+                error.store_failed
+            }
             _ => false,
         }
     }
@@ -275,7 +291,9 @@ impl ObservedCall {
     pub(super) fn recorded(&self) -> bool {
         let recorded = match self.progress {
             Progress::Returned { kept, .. } => kept != RecordedPart::Nothing,
-            Progress::Replayed { .. } | Progress::Refused { refusal: Refusal::ResultUnavailable, .. } => true,
+            Progress::Replayed { .. }
+            | Progress::Unsent { recorded: true, .. }
+            | Progress::Refused { refusal: Refusal::ResultUnavailable, .. } => true,
             _ => false,
         };
         recorded && self.commit != Commit::RolledBack

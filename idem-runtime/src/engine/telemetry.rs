@@ -280,6 +280,7 @@ fn outcome_of(error: &Error) -> CallOutcome {
         Error::MissingKey { .. } => CallOutcome::MissingKey,
         Error::NoAttempt
         | Error::Step { .. }
+        | Error::Outbox { .. }
         | Error::InvalidKey { .. }
         | Error::InvalidFingerprint { .. }
         | Error::InvalidPolicy { .. } => CallOutcome::Invalid,
@@ -293,6 +294,7 @@ fn outcome_of(error: &Error) -> CallOutcome {
         Error::MessageLost { .. } | Error::DeadlinePassed { .. } | Error::HeldBack { .. } => CallOutcome::Cancelled,
         Error::Unrecorded { .. } => CallOutcome::Unrecorded,
         Error::ResultUnavailable { .. } => CallOutcome::ResultUnavailable,
+        Error::Unsent { .. } => CallOutcome::Unsent,
         Error::Store { .. } => CallOutcome::StoreError,
     }
 }
@@ -344,6 +346,8 @@ fn log_error(error: &Error) {
         }
         // These errors are logged where they are detected.
         Error::NoAttempt
+        | Error::Unsent { .. }
+        | Error::Outbox { .. }
         | Error::Step { .. }
         | Error::LeaseLost { .. }
         | Error::TimedOut { .. }

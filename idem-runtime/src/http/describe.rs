@@ -199,8 +199,8 @@ fn reference(kind: &str, name: &str) -> Value {
 }
 
 fn has_retry_after(kind: ProblemKind) -> bool {
-    use ProblemKind::{Busy, CallerBusy, InProgress, StoreUnavailable, TimedOut, Unrecorded};
-    matches!(kind, InProgress | Busy | CallerBusy | StoreUnavailable | TimedOut | Unrecorded)
+    use ProblemKind::{Busy, CallerBusy, InProgress, StoreUnavailable, TimedOut, Unrecorded, Unsent};
+    matches!(kind, InProgress | Busy | CallerBusy | StoreUnavailable | TimedOut | Unrecorded | Unsent)
 }
 
 /// Returns the content type and the body of a problem.

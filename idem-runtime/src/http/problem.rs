@@ -55,13 +55,15 @@ pub enum ProblemKind {
     StoreUnavailable,
     /// The handler ran, or was cut off, and its response could not be recorded.
     Unrecorded,
+    /// The operation has finished, and its messages are not all sent. A repetition sends the rest.
+    Unsent,
     /// The server is not configured correctly.
     Misconfigured,
 }
 
 impl ProblemKind {
     /// All kinds of problems.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 22] = [
         Self::MissingKey,
         Self::InvalidKey,
         Self::InvalidBody,
@@ -82,6 +84,7 @@ impl ProblemKind {
         Self::CallerBusy,
         Self::StoreUnavailable,
         Self::Unrecorded,
+        Self::Unsent,
         Self::Misconfigured,
     ];
 
@@ -105,7 +108,7 @@ impl ProblemKind {
             Self::CallerBusy => StatusCode::TOO_MANY_REQUESTS,
             Self::ResultUnavailable => StatusCode::GONE,
             Self::TimedOut => StatusCode::GATEWAY_TIMEOUT,
-            Self::Busy | Self::StoreUnavailable | Self::Unrecorded => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Busy | Self::StoreUnavailable | Self::Unrecorded | Self::Unsent => StatusCode::SERVICE_UNAVAILABLE,
             Self::Misconfigured => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
@@ -122,6 +125,7 @@ impl ProblemKind {
                 | Self::Busy
                 | Self::StoreUnavailable
                 | Self::Unrecorded
+                | Self::Unsent
         )
     }
 
@@ -153,7 +157,7 @@ impl ProblemKind {
             // FAILED_PRECONDITION
             Self::FingerprintMismatch | Self::Interrupted | Self::AttemptsExhausted | Self::ResultUnavailable => "9",
             // UNAVAILABLE
-            Self::Busy | Self::StoreUnavailable | Self::Unrecorded => "14",
+            Self::Busy | Self::StoreUnavailable | Self::Unrecorded | Self::Unsent => "14",
             // INTERNAL
             Self::Misconfigured => "13",
         }
@@ -258,6 +262,12 @@ impl ProblemKind {
                 "The service can't tell whether this request is a duplicate",
                 "Nothing was done. Send the same request again, with the same key, after the time in Retry-After.",
             ),
+            Self::Unsent => (
+                "unsent",
+                "The operation is done, and its messages have not all been sent",
+                "It is not done again. Send the same request again, with the same key, after the time in Retry-After: that \
+                 sends the rest, and returns the response.",
+            ),
             Self::Unrecorded => (
                 "unrecorded",
                 "The service could not record what became of this request",
@@ -319,8 +329,11 @@ impl Problem {
             Error::Interrupted { ask_again: None, .. } => ProblemKind::Interrupted,
             Error::AttemptsExhausted { .. } => ProblemKind::AttemptsExhausted,
             Error::TimedOut { .. } => ProblemKind::TimedOut,
+            Error::Unsent { attempt: 0, .. } => ProblemKind::Unrecorded,
+            Error::Unsent { .. } => ProblemKind::Unsent,
             Error::NoAttempt
             | Error::Step { .. }
+            | Error::Outbox { .. }
             | Error::InvalidPolicy { .. }
             | Error::Panicked { .. }
             | Error::MessageLost { .. }
@@ -333,6 +346,7 @@ impl Problem {
             | Error::LeaseLost { retry_after, .. }
             | Error::TimedOut { retry_after, .. }
             | Error::Unrecorded { retry_after, .. }
+            | Error::Unsent { retry_after, .. }
             | Error::Store { retry_after, .. } => Some(*retry_after),
             _ => None,
         };

@@ -224,7 +224,9 @@ fn stripe_problem(problem: &Problem) -> Response<Bytes> {
 fn acp_problem(problem: &Problem) -> Response<Bytes> {
     let kind = problem.kind();
     let error_type = match kind {
-        ProblemKind::Busy | ProblemKind::StoreUnavailable | ProblemKind::Unrecorded => "service_unavailable",
+        ProblemKind::Busy | ProblemKind::StoreUnavailable | ProblemKind::Unrecorded | ProblemKind::Unsent => {
+            "service_unavailable"
+        }
         _ if problem.status().is_server_error() => "processing_error",
         _ => "invalid_request",
     };

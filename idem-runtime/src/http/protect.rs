@@ -440,6 +440,10 @@ impl Settings {
                 response.headers_mut().insert(self.marker.clone(), HeaderValue::from_static("true"));
                 response
             }
+            // The response is recorded, and the client has to come again: nothing else delivers the messages.
+            (Err(NotRecorded::Refused(error @ Error::Unsent { .. })), Some(_)) => {
+                self.refuse(asked.refusal(Problem::of(error)))
+            }
             // The handler ran in this call. If its response could not be recorded, a header shows this to the client.
             (result, Some(answer)) => {
                 let echo = asked.echo.is_some().then(|| self.header.clone());

@@ -173,6 +173,8 @@ labels! {
         TimedOut = "timed_out",
         /// The body ran, and its result could not be recorded.
         Unrecorded = "unrecorded",
+        /// The operation has finished, and its messages are not all marked as sent.
+        Unsent = "unsent",
         /// The call was dropped before it returned.
         Cancelled = "cancelled",
         /// The body panicked.

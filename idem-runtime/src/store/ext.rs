@@ -1,8 +1,10 @@
 //! Methods that every store has in addition to [`Store`].
 
 use std::future::Future;
+use std::sync::Arc;
 
 use super::operator::Operator;
+use super::sender::Sender;
 use super::{Filter, Health, Store, StoreError, health};
 use crate::metrics::{Snapshot, StoreOp};
 
@@ -11,6 +13,20 @@ pub trait StoreExt: Store {
     /// Returns the name of the store in errors and logs, for example `redis`.
     fn name(&self) -> &'static str {
         self.context().name()
+    }
+
+    /// Names the sender of the messages that handlers push to their [outbox](crate::Attempt::outbox). All clones of
+    /// this store handle share the sender.
+    ///
+    /// # Panics
+    /// If the handle has a sender already.
+    #[must_use]
+    fn with_sender(self, sender: impl Sender) -> Self
+    where
+        Self: Sized,
+    {
+        assert!(self.context().set_sender(Arc::new(sender)), "this store handle has a sender already");
+        self
     }
 
     /// Waits until late writes and renewals are done; see [`StoreContext::flush`](super::StoreContext::flush). Call

@@ -10,6 +10,7 @@ mod health;
 mod listing;
 pub(crate) mod operator;
 mod outage;
+pub(crate) mod sender;
 #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
 pub(crate) mod transaction;
 mod watch;
@@ -23,7 +24,7 @@ pub use self::context::StoreContext;
 pub(crate) use self::context::TagCounts;
 pub(crate) use self::context::{
     AfterError, Beat, BeatGuard, Callback, FlushGuard, JournalAccess, LastWait, LateEndGuard, LeaseStanding, Limits,
-    StepClaim, StepJournal, Timer,
+    PushRefusal, StepClaim, StepJournal, Timer,
 };
 pub use self::error::{StoreError, StoreErrorKind};
 pub use self::ext::StoreExt;
@@ -43,6 +44,7 @@ pub use crate::record::inspection::Inspection;
 pub use crate::record::journal::{Journal, JournalError};
 pub use crate::record::journaled_step::{JournaledStep, StepDecisionError, StepState};
 pub use crate::record::lease::{Lease, LeaseMark};
+pub use crate::record::messages::{UnsentMessage, UnsentMessages};
 pub use crate::record::owner::OwnerToken;
 pub use crate::record::provenance::Holder;
 pub use crate::record::request::{Finish, Release, ReserveRequest, Verdict};

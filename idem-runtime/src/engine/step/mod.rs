@@ -11,5 +11,6 @@ pub use self::doubt::{
     UncertainIf,
 };
 pub use self::name::{Step, StepName};
+pub(super) use self::run::is_inside_step_of;
 #[cfg(feature = "testing")]
 pub(crate) use self::run::{InsideStep, polled_step};

@@ -27,12 +27,18 @@ use crate::key::{Fingerprint, FingerprintError};
 use crate::metrics::{ScopeCells, StepOutcome, StoreOp};
 use crate::policy::{Backoff, OnUndecodable};
 use crate::record::journal::{JournalEntry, StepProgress};
-use crate::record::{OwnerToken, StoredResult, Verdict};
+use crate::record::{Lease, OwnerToken, StoredResult, Verdict};
 use crate::store::{JournalAccess, StepClaim, StepJournal, StoreErrorKind};
 
 thread_local! {
     /// Attempt whose step is being polled on this thread.
     static STEP_OF: Cell<Option<OwnerToken>> = const { Cell::new(None) };
+}
+
+/// Returns whether the body of a step of the attempt of `lease` is being polled on this thread. A step that is not
+/// journaled does not count.
+pub(in crate::engine) fn is_inside_step_of(lease: &Lease) -> bool {
+    STEP_OF.get() == Some(lease.owner) && lease.attempt > 0
 }
 
 #[cfg(feature = "testing")]

@@ -120,6 +120,8 @@ pub(super) struct LeaseEntry {
     pub(super) is_ending: bool,
     /// True if the steps of the attempt are journaled; false in shadow mode.
     pub(super) is_journaled: bool,
+    /// True once the body has returned: a further message would be accepted and never leave.
+    pub(super) is_sealed: bool,
     /// Waker of the body's task, which is woken when `standing` changes, and when a lapsed lease is renewed.
     pub(super) waker: Option<Waker>,
     /// Steps of the attempt; `None` while it has none.

@@ -16,6 +16,7 @@ use crate::combine::race;
 use crate::key::Key;
 use crate::metrics::{BeatResult, BrokerBeat, Metrics, StoreOp};
 use crate::policy::OnCrash;
+use crate::record::messages::UnsentMessages;
 use crate::record::{Journal, Lease, OwnerToken, Verdict};
 use crate::store::outage::Outage;
 use crate::store::{Store, StoreError, StoreErrorKind};
@@ -157,6 +158,7 @@ impl Leases {
             is_ending: false,
             waker: None,
             is_journaled,
+            is_sealed: false,
             journal: journal.map(|journal| Arc::new(StepJournal::of(journal))),
         };
         let next = nanos(entry.next());
@@ -174,6 +176,22 @@ impl Leases {
             Some(LeaseEntry { journal, .. }) => JournalAccess::On(Arc::clone(journal.get_or_insert_default())),
             None => JournalAccess::Ended,
         }
+    }
+
+    /// Returns the place of the messages of the attempt of `owner`, and whether its record will hold them; `None` once
+    /// the messages are sealed.
+    pub(crate) fn outbox(&self, owner: OwnerToken) -> Option<(Arc<StepJournal>, bool)> {
+        let mut shard = self.table.shard_of(owner);
+        let entry = shard.get_mut(&owner).filter(|entry| !entry.is_sealed)?;
+        Some((Arc::clone(entry.journal.get_or_insert_default()), entry.is_journaled))
+    }
+
+    /// Seals the messages of the attempt of `owner`, and returns them; `None` if there are none.
+    pub(crate) fn seal_messages(&self, owner: OwnerToken) -> Option<UnsentMessages> {
+        let mut shard = self.table.shard_of(owner);
+        let entry = shard.get_mut(&owner)?;
+        entry.is_sealed = true;
+        entry.journal.as_ref()?.seal()
     }
 
     /// Returns the steps of the attempt of `owner`, if a step of the attempt or of an earlier one is known.

@@ -1,7 +1,8 @@
 //! State that all clones of a store handle share: clock and identity, leases and late writes, counts, metrics.
 
+use std::collections::HashSet;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 mod counts;
@@ -24,19 +25,20 @@ use self::lease_table::RenewalStates;
 pub(crate) use self::lease_table::{LeaseStanding, Limits};
 pub(crate) use self::leases::{BeatGuard, Timer};
 use self::leases::{Leases, RenewalMode};
-pub(crate) use self::step_journal::{AfterError, JournalAccess, StepClaim, StepJournal};
+pub(crate) use self::step_journal::{AfterError, JournalAccess, PushRefusal, StepClaim, StepJournal};
 #[cfg(feature = "postgres")]
 pub(crate) use self::tag_counts::TagCounts;
 use super::error::StoreError;
 use super::flight::Flights;
 use super::outage::{Outage, Slowness};
+use super::sender::Sender;
 use crate::clock::{Clock, Instant};
 use crate::key::Key;
 use crate::metrics::{Metrics, Snapshot, StoreOp};
 use crate::record::provenance::{self, Holder};
 use crate::record::{OwnerToken, Owners, Provenance};
-use crate::sync::PerProcess;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Mutex, PerProcess, lock};
 
 /// Value of `down_since` while the store answers reservations.
 const UP: u64 = u64::MAX;
@@ -54,6 +56,8 @@ pub struct StoreContext {
     /// Source of owner tokens. `None`: the clock's entropy is the source of each token.
     owners: Option<Owners>,
     mode: RenewalMode,
+    /// Sender of the messages of this handle's records; empty until the program names one.
+    sender: OnceLock<Arc<dyn Sender>>,
     /// State of this process. A forked child makes a new state.
     process: PerProcess<ProcessState>,
 }
@@ -84,6 +88,20 @@ struct ProcessState {
     /// Number of reservations that were not answered.
     unanswered: AtomicU64,
     warned: AtomicBool,
+    /// Keys of finished operations whose messages this process is sending.
+    sending: Arc<Mutex<HashSet<Key>>>,
+}
+
+/// Names a key as one whose messages are being sent, until the guard is dropped.
+pub(crate) struct SendingGuard {
+    sending: Arc<Mutex<HashSet<Key>>>,
+    key: Key,
+}
+
+impl Drop for SendingGuard {
+    fn drop(&mut self) {
+        lock(&self.sending).remove(&self.key);
+    }
 }
 
 impl ProcessState {
@@ -106,6 +124,7 @@ impl ProcessState {
             down_since: AtomicU64::new(UP),
             unanswered: AtomicU64::new(0),
             warned: AtomicBool::new(false),
+            sending: Arc::default(),
         }
     }
 }
@@ -144,7 +163,7 @@ impl StoreContext {
     ) -> Self {
         let process = PerProcess::new(ProcessState::new(&clock, mode, counts, store));
         let identity = Identity { store, system: None, handle: "".into(), holder: PerProcess::empty() };
-        Self { identity, max_journal_bytes: usize::MAX, clock, owners, mode, process }
+        Self { identity, max_journal_bytes: usize::MAX, clock, owners, mode, sender: OnceLock::new(), process }
     }
 
     /// Sets the name of the system behind the store in spans, one of OpenTelemetry's values of `db.system.name`
@@ -169,6 +188,22 @@ impl StoreContext {
     pub fn max_journal_bytes(mut self, max_journal_bytes: usize) -> Self {
         self.max_journal_bytes = max_journal_bytes;
         self
+    }
+
+    /// Sets the sender of the messages of this handle's records. Returns false if the handle has one already.
+    pub(super) fn set_sender(&self, sender: Arc<dyn Sender>) -> bool {
+        self.sender.set(sender).is_ok()
+    }
+
+    /// Returns a guard for the sending of the messages of `key`; `None` if this process is sending them already.
+    pub(crate) fn sends(&self, key: &Key) -> Option<SendingGuard> {
+        let sending = &self.latest().sending;
+        lock(sending).insert(key.clone()).then(|| SendingGuard { sending: Arc::clone(sending), key: key.clone() })
+    }
+
+    /// Returns the sender of the messages of this handle's records, if the program has named one.
+    pub(crate) fn sender(&self) -> Option<&Arc<dyn Sender>> {
+        self.sender.get()
     }
 
     pub(crate) fn journal_limit(&self) -> usize {

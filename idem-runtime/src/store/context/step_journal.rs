@@ -1,4 +1,5 @@
-//! The journal of a running attempt: the steps that have ended, and the steps that run.
+//! The journal of a running attempt: the steps that have ended, the steps that run, and the messages that the body has
+//! pushed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -7,6 +8,7 @@ use std::time::Duration;
 use crate::key::Fingerprint;
 use crate::policy::StepPolicy;
 use crate::record::journal::{JournalEntry, JournalError, JournalWriter, StepProgress};
+use crate::record::messages::{self, OutgoingMessage, UnsentMessages};
 use crate::record::{Journal, StoredResult};
 use crate::sync::{Mutex, lock};
 
@@ -18,6 +20,25 @@ pub(crate) struct StepJournal {
     /// the next write, together. A task that has waited too long writes without its turn: the holder may be a future
     /// that is not polled, because a `select!` of the body runs another step meanwhile.
     pub(crate) turn: tokio::sync::Mutex<()>,
+    messages: Mutex<PushedMessages>,
+}
+
+/// Messages that the body of an attempt has pushed.
+#[derive(Debug, Default)]
+struct PushedMessages {
+    messages: Vec<OutgoingMessage>,
+    /// Size of the messages in a record.
+    bytes: usize,
+    /// True if the end of the attempt has been made: no further message can be part of it.
+    sealed: bool,
+}
+
+/// Reason why a message was not added.
+pub(crate) enum PushRefusal {
+    /// The end of the attempt has been made.
+    Sealed,
+    /// The messages would have this size.
+    TooLarge(usize),
 }
 
 #[derive(Debug, Default)]
@@ -107,7 +128,36 @@ impl StepJournal {
             };
         }
         let steps = Steps { earlier, confirmed, damage, ..Steps::default() };
-        Self { steps: Mutex::new(steps), turn: tokio::sync::Mutex::default() }
+        Self { steps: Mutex::new(steps), ..Self::default() }
+    }
+
+    /// Adds a message that `address` makes of its place, unless the messages would have more than `max_bytes` in a
+    /// record, or the end of the attempt has been made.
+    pub(crate) fn push(
+        &self,
+        max_bytes: usize,
+        address: impl FnOnce(usize) -> OutgoingMessage,
+    ) -> Result<(), PushRefusal> {
+        let pushed = &mut *lock(&self.messages);
+        if pushed.sealed {
+            return Err(PushRefusal::Sealed);
+        }
+        let message = address(pushed.messages.len());
+        let bytes = pushed.bytes + messages::written_bytes(&message);
+        if bytes > max_bytes {
+            return Err(PushRefusal::TooLarge(bytes));
+        }
+        pushed.messages.push(message);
+        pushed.bytes = bytes;
+        Ok(())
+    }
+
+    /// Returns the messages that the body has pushed, `None` if there are none. From here on no message is added: it
+    /// would be accepted and never leave.
+    pub(crate) fn seal(&self) -> Option<UnsentMessages> {
+        let pushed = &mut *lock(&self.messages);
+        pushed.sealed = true;
+        UnsentMessages::pushed(&pushed.messages)
     }
 
     /// Takes `name` for a step that is about to begin. `was`: its name before a renaming. `store_limit`: largest
