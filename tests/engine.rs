@@ -14,6 +14,7 @@ mod engine {
     mod disposition;
     mod doubts;
     mod keeping;
+    mod outbox;
     mod reconciling;
     mod steps;
     mod values;

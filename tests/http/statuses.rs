@@ -5,10 +5,13 @@ use std::time::Duration;
 use http::header;
 use http::{HeaderValue, Method};
 use idem_runtime::http::{Caller, IdempotencyLayer, ProblemKind};
+use idem_runtime::outbox::OutgoingMessage;
 use idem_runtime::store::Filter;
 use idem_runtime::{
     InProgress, MemoryStore, Mode, ModeSwitch, OnCrash, OnStoreError, Outcome, Policy, StoreErrorKind, StoreExt as _,
+    current,
 };
+use idem_tests::brokers::AwayBroker;
 use idem_tests::{Fault, FaultyStore, StoreCall};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -370,7 +373,26 @@ async fn a_problem_response_has_an_id_of_its_occurrence_and_says_whether_to_retr
 
 #[test]
 fn only_temporary_problems_are_marked_as_retryable() {
-    use ProblemKind::{BodyTimeout, Busy, InProgress, StoreUnavailable, TimedOut, Unrecorded, Unresolved};
+    use ProblemKind::{BodyTimeout, Busy, InProgress, StoreUnavailable, TimedOut, Unrecorded, Unresolved, Unsent};
     let retryable: Vec<_> = ProblemKind::ALL.into_iter().filter(|kind| kind.is_retryable()).collect();
-    assert_eq!(retryable, [BodyTimeout, InProgress, Unresolved, TimedOut, Busy, StoreUnavailable, Unrecorded]);
+    assert_eq!(retryable, [BodyTimeout, InProgress, Unresolved, TimedOut, Busy, StoreUnavailable, Unrecorded, Unsent]);
+}
+
+#[tokio::test]
+async fn a_response_waits_until_its_messages_are_sent() {
+    let publish = async || {
+        let pushed = current().and_then(|it| it.outbox().push("orders.paid", OutgoingMessage::new("paid")));
+        pushed.map(|()| "paid").map_err(|error| error.to_string())
+    };
+    for (mode, (first, again)) in [(Mode::Enforce, ("unsent", true)), (Mode::Shadow, ("unrecorded", false))] {
+        let broker = AwayBroker::default();
+        let store = MemoryStore::new().with_sender(broker.clone());
+        let address = serve_handler(IdempotencyLayer::new(&store, POLICY.mode(mode), Caller::single()), publish).await;
+        let unsent = send(address, post("k", "")).await;
+        assert_eq!(unsent.problem(), (503, first.to_owned()));
+        assert!(unsent.header("retry-after").is_some(), "{unsent:?}");
+        broker.returns();
+        let sent = send(address, post("k", "")).await;
+        assert_eq!((sent.text(), sent.is_replay(), broker.arrived()), ("paid", again, 1), "{mode:?}");
+    }
 }

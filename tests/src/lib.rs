@@ -2,6 +2,7 @@
 
 #![allow(clippy::missing_panics_doc, clippy::disallowed_methods)] // Tests panic, and wait for real servers.
 
+pub mod brokers;
 pub mod calls;
 pub mod chance;
 pub mod clock;
@@ -85,6 +86,11 @@ pub struct Metrics;
 #[cfg(all(doctest, feature = "postgres"))]
 #[doc = include_str!("../../docs/natural.md")]
 pub struct Natural;
+
+/// Compiles the code of the page about the outbox.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/outbox.md")]
+pub struct Outbox;
 
 /// Compiles the code of the page about steps.
 #[cfg(doctest)]

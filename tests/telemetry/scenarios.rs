@@ -9,6 +9,7 @@ use std::time::Duration;
 use futures::FutureExt as _;
 use idem_runtime::clock::ManualClock;
 use idem_runtime::metrics::{self, Snapshot};
+use idem_runtime::outbox::OutgoingMessage;
 use idem_runtime::store::{Reservation, ReserveRequest, Verdict};
 use idem_runtime::{
     Error, InProgress, Key, MemoryStore, MissingKey, Mode, OnCrash, OnStoreError, Operation, Policy, Reconciliation,
@@ -314,6 +315,22 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
             ("ERROR", "the body ran, and its result could not be recorded"),
         ],
         counts: &[("idem_uncertain_total", "kind", "unrecorded")],
+    },
+    Scenario {
+        name: "a message that the broker does not confirm",
+        run: run!(|world| {
+            let store = world.store.clone().with_sender(idem_tests::brokers::AwayBroker::default());
+            let push = async {
+                current()?.outbox().push("orders", OutgoingMessage::new("paid"))?;
+                Ok::<_, Error>(7)
+            };
+            Operation::new(&store, Ok(World::key()), POLICY).run(push).await.unwrap_err();
+        }),
+        outcome: "unsent",
+        disposition: Some("retry"),
+        is_error: true,
+        events: &[("WARN", "the messages of an operation are not all sent")],
+        ..PLAIN
     },
     Scenario {
         name: "another payload under the key",
