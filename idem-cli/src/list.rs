@@ -27,6 +27,9 @@ pub(crate) struct Which {
     /// damaged records
     #[arg(long)]
     uncertain: bool,
+    /// Only finished records with messages that are not marked as sent
+    #[arg(long)]
+    unsent: bool,
     /// Only records of this scope
     #[arg(long, value_name = "NAME")]
     scope: Option<String>,
@@ -127,7 +130,7 @@ impl Which {
         filter.older_than = self.older_than.map(|age| age.0);
         filter.contains = self.contains.as_deref().map(Into::into);
         filter.attempts_exhausted = self.attempts_exhausted;
-        filter.scan = self.scan;
+        (filter.scan, filter.unsent) = (self.scan, self.unsent);
         filter
     }
 }

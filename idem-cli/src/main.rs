@@ -54,6 +54,9 @@ enum Command {
     Discard(records::Discard),
     Forget(records::Forget),
     Release(records::Release),
+    /// Decides about messages of a finished operation that are not marked as sent.
+    #[command(subcommand)]
+    Outbox(records::Outbox),
     Purge(records::Purge),
     Key(key::KeyArguments),
     /// Prints, compares or creates the schema that a store needs in its server.
@@ -88,6 +91,7 @@ impl Command {
             Self::Discard(it) => it.json(),
             Self::Forget(it) => it.json(),
             Self::Release(it) => it.json(),
+            Self::Outbox(it) => it.json(),
             Self::Purge(it) => it.json,
             Self::Key(it) => it.json,
             Self::Schema(it) => it.json(),
@@ -110,6 +114,7 @@ impl Command {
             Self::Discard(it) => records::discard(it).await,
             Self::Forget(it) => records::forget(it).await,
             Self::Release(it) => records::release(it).await,
+            Self::Outbox(it) => records::outbox(it).await,
             Self::Purge(it) => records::purge(it).await,
             Self::Key(it) => key::main(it),
             Self::Schema(it) => schema::main(it).await,

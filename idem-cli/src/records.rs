@@ -12,7 +12,7 @@ use clap::ValueEnum;
 use idem_runtime::codec::CodecName;
 use idem_runtime::operator::{Operator, StepResolution};
 use idem_runtime::record::{State, StoredResult};
-use idem_runtime::store::{Filter, Finish, Inspection, Revision, Standing};
+use idem_runtime::store::{Filter, Finish, Inspection, Revision, Standing, UnsentMessage, UnsentMessages};
 use idem_runtime::{Key, OnCrash, Store, StoreExt};
 use serde::de::IgnoredAny;
 use serde_json::{Value, json};
@@ -249,6 +249,32 @@ impl Forget {
     }
 }
 
+/// Decisions about messages.
+#[derive(clap::Subcommand)]
+pub(crate) enum Outbox {
+    /// Lets messages that were set aside be sent again, by the next delivery or by a resender.
+    #[command(after_help = STATUSES)]
+    Resend(OutboxArguments),
+    /// Gives up the messages that are not marked as sent.
+    #[command(after_help = STATUSES)]
+    Drop(OutboxArguments),
+}
+
+#[derive(clap::Args)]
+pub(crate) struct OutboxArguments {
+    /// The key, as `<scope>/<text>`
+    key: String,
+    #[command(flatten)]
+    change: Change,
+}
+
+impl Outbox {
+    pub(crate) fn json(&self) -> bool {
+        let (Self::Resend(it) | Self::Drop(it)) = self;
+        it.change.json
+    }
+}
+
 impl Release {
     pub(crate) fn json(&self) -> bool {
         self.change.json
@@ -346,7 +372,35 @@ pub(crate) fn object(key: &Key, store: &str, found: &Inspection) -> Value {
             _ => json!({ "is": "unknown" }),
         };
     }
+    if let Some(unsent) = found.unsent_messages() {
+        // Bodies and headers may be confidential.
+        let about = |it: &UnsentMessage| {
+            json!({
+                "destination": it.message().destination(), "id": it.message().id(), "bytes": it.message().body().len(),
+                "refusals": it.refusals(), "set_aside": it.is_set_aside(),
+            })
+        };
+        object["unsent"] = unsent.messages().iter().map(about).collect();
+    }
     object
+}
+
+/// Returns the messages that are not marked as sent, for a person.
+fn messages(unsent: &UnsentMessages) -> String {
+    let about = |it: &UnsentMessage| {
+        let refused = match (it.is_set_aside(), it.refusals()) {
+            (true, refusals) => format!(", set aside after {refusals} refusals"),
+            (false, 0) => String::new(),
+            (false, refusals) => format!(", refused {refusals} times"),
+        };
+        format!(
+            "{} ({} bytes for `{}`{refused})",
+            it.message().id(),
+            it.message().body().len(),
+            it.message().destination()
+        )
+    };
+    unsent.messages().iter().map(about).collect::<Vec<_>>().join("; ")
 }
 
 /// Returns how often the reconciler of the handler was asked, and how its latest question ended; `None` if the
@@ -462,6 +516,9 @@ fn facts_of_record(key: &Key, store: &str, found: &Inspection) -> Vec<Fact> {
     if let Some(steps) = steps::summary(found) {
         line("steps", &steps);
     }
+    if let Some(unsent) = found.unsent_messages() {
+        line("unsent", &messages(&unsent));
+    }
     line("expires in", &human(*expires_in));
     line("what now", &advice(record, lapses_in.unwrap_or(Duration::MAX)));
     facts
@@ -476,6 +533,8 @@ pub(crate) enum Act {
     Discard,
     Forget,
     BreakLease,
+    ResendMessages,
+    DropMessages,
 }
 
 impl Act {
@@ -489,7 +548,11 @@ impl Act {
             let end = found.record.state.name();
             format!("that it {end} (result: {})", described(result))
         });
-        let given_up = recorded.map_or(String::new(), |recorded| format!(", and give up {recorded}"));
+        let unsent = found.unsent_messages().filter(|_| matches!(self, Self::Discard | Self::Forget));
+        let unsent = unsent.map_or(String::new(), |unsent| {
+            format!(" and its messages that are not sent ({})", unsent.messages().len())
+        });
+        let given_up = recorded.map_or(String::new(), |recorded| format!(", and give up {recorded}{unsent}"));
         match self {
             Self::Replace(_, end) => (
                 format!("Resolve {about} as {end}{given_up}"),
@@ -518,6 +581,14 @@ impl Act {
                 format!("End the lease of {about}"),
                 format!("ended the lease of {about}; what follows is what follows a crash"),
             ),
+            Self::ResendMessages => (
+                format!("Send the unsent messages of {about} again"),
+                format!("the next delivery of {about}, or a resender, sends its messages"),
+            ),
+            Self::DropMessages => (
+                format!("Give up the unsent messages of {about}"),
+                format!("gave up the unsent messages of {about}; nothing sends them any more"),
+            ),
         }
     }
 
@@ -530,6 +601,8 @@ impl Act {
             Self::Discard => "discard",
             Self::Forget => "forget",
             Self::BreakLease => "break_lease",
+            Self::ResendMessages => "resend_messages",
+            Self::DropMessages => "drop_messages",
         }
     }
 
@@ -548,6 +621,8 @@ impl Act {
             Self::ReopenWith(change) => operator.reopen_with(key, seen, change.into_journal()).await?,
             Self::Discard => operator.discard(key, seen).await?,
             Self::BreakLease => operator.break_lease(key, seen).await?,
+            Self::ResendMessages => operator.resend_messages(key, seen).await?,
+            Self::DropMessages => operator.drop_messages(key, seen).await?,
             Self::Forget => {
                 if !operator.forget(key, seen).await? {
                     return Err(nothing(key, store));
@@ -686,6 +761,22 @@ pub(crate) async fn forget(arguments: &Forget) -> Result<ExitCode, Stop> {
             decide(&arguments.change, key, |_, _, _| Ok(Act::Forget), Comparison::default()).await
         }
     }
+}
+
+pub(crate) async fn outbox(arguments: &Outbox) -> Result<ExitCode, Stop> {
+    let (arguments, act) = match arguments {
+        Outbox::Resend(it) => (it, Act::ResendMessages),
+        Outbox::Drop(it) => (it, Act::DropMessages),
+    };
+    // Messages that can't be read are shown as the damage of the result, and can be given up.
+    let is_unreadable =
+        |found: &Inspection| matches!(found.record.state.result(), Some(StoredResult::Unreadable { .. }));
+    let act = move |_: &Operator<'_, _>, key: &Key, found: &Inspection| match found.unsent_messages() {
+        Some(_) => Ok(act),
+        None if is_unreadable(found) => Ok(act),
+        None => Err(Stop::Nothing(format!("`{key}` has no messages that are not marked as sent"))),
+    };
+    decide(&arguments.change, &arguments.key, act, Comparison::default()).await
 }
 
 pub(crate) async fn release(arguments: &Release) -> Result<ExitCode, Stop> {

@@ -1,6 +1,8 @@
 //! Tests of the commands for stores, which run the program on SQLite files and on real servers (`./scripts/test -p
 //! idem-cli`).
 
+#[path = "stores/outbox.rs"]
+mod outbox;
 #[path = "stores/records.rs"]
 mod records;
 #[path = "stores/results.rs"]
