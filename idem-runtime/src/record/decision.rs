@@ -269,10 +269,10 @@ pub enum Ruling {
     /// The record stays unchanged, and the operator gets this answer.
     Answer(DecisionAnswer),
     /// The store replaces the stored record by the record in this variant, but only if owner, attempt and state of the
-    /// stored record are still the same. The lease must not have been renewed either, unless the decision [ends a live
-    /// lease](Decision::ends_live_lease). For [`Action::ReopenWith`], the length of the journal must be the same, too;
-    /// for another action, the store may keep a journal to which the attempt has appended meanwhile. The new record is
-    /// never pending, and keeps the retention.
+    /// stored record are still the same. (A mark of sent messages changes none of the three.) The lease must not have
+    /// been renewed either, unless the decision [ends a live lease](Decision::ends_live_lease). For
+    /// [`Action::ReopenWith`], the length of the journal must be the same, too; for another action, the store may keep
+    /// a journal to which the attempt has appended meanwhile. The new record is never pending, and keeps the retention.
     Replace(Record),
     /// The store removes the record, under the same condition as for a replacement. The store removes a record that
     /// can't be read only if all stored bytes of the record are still the same.
