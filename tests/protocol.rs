@@ -99,6 +99,7 @@ configurations! {
     steps steps_unconfirmed steps_joined steps_doubled steps_reopened steps_between_clocks
     steps_under_fail steps_under_fail_late steps_under_fail_dropped steps_reconciled steps_reconciled_late steps_begun_doubled steps_decided
     steps_decided_late
+    outbox outbox_beside outbox_marks outbox_apart outbox_dropped outbox_waited_for outbox_shortened outbox_operators
 }
 
 #[test]

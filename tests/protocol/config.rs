@@ -41,6 +41,8 @@ pub(crate) struct Plan {
     pub(crate) reaction: Reaction,
     /// True if the body runs its steps concurrently: a step may end while the entry of another one is being written.
     pub(crate) joined: bool,
+    /// Number of messages that the body pushes.
+    pub(crate) messages: u8,
     /// Lead of the call's clock over true time, in steps of true time.
     pub(crate) ahead: u8,
 }
@@ -75,6 +77,7 @@ const CALL: Plan = Plan {
     steps: 0,
     reaction: Reaction::Rerun,
     joined: false,
+    messages: 0,
     ahead: 0,
 };
 
@@ -107,6 +110,7 @@ const SUCCEEDS: Plan = Plan { may_fail: false, ..CALL };
 const STEPS: Plan = Plan { steps: 2, ..CALL };
 const FAIL_STEP: Plan = Plan { steps: 1, reaction: Reaction::Fail, ..CALL };
 const ASK_STEP: Plan = Plan { steps: 1, reaction: Reaction::Reconcile, ..CALL };
+const SENDS: Plan = Plan { messages: 2, ..SUCCEEDS };
 const ERRS: Plan = Plan { may_succeed: false, ..CALL };
 const WAITS: Plan = Plan { wait: Some(2), ..CALL };
 
@@ -134,6 +138,10 @@ pub(crate) struct Config {
     pub(crate) whole: bool,
     /// True if operators also decide about steps.
     pub(crate) step_decisions: bool,
+    /// True if operators also replace results.
+    pub(crate) replaces: bool,
+    /// True if each message of a body has its own destination.
+    pub(crate) apart: bool,
     /// Largest difference between the clients' clocks in ticks, for a store without a clock.
     pub(crate) skew: Option<u8>,
     pub(crate) scenes: &'static [Scene],
@@ -159,6 +167,8 @@ impl Config {
             one_step: false,
             whole: false,
             step_decisions: false,
+            replaces: false,
+            apart: false,
             skew: None,
             scenes: &[],
             mutant: None,
@@ -178,6 +188,7 @@ impl Config {
             polls: plenty,
             ticks: plenty,
             reopens: plenty,
+            unconfirmed: plenty,
             ..Budget::default()
         };
         Self { refusals: true, tries: 3, one_step: true, ..Self::new("trace", "", plans, plans.len(), budget) }
@@ -220,6 +231,16 @@ impl Config {
         CallId::try_from(self.plans.len()).expect("few calls")
     }
 
+    /// Returns whether bodies push messages.
+    pub(crate) fn publishes(&self) -> bool {
+        self.plans.iter().any(|plan| plan.messages > 0)
+    }
+
+    /// Returns the destination of the message at this place.
+    pub(crate) fn destination(&self, place: u8) -> u8 {
+        if self.apart { place } else { 0 }
+    }
+
     /// Returns whether a policy limits the attempts. Otherwise the number of bodies that began is not part
     /// of the state.
     pub(crate) fn counts_bodies(&self) -> bool {
@@ -231,9 +252,9 @@ impl Config {
 pub(crate) fn all() -> Vec<Config> {
     use Scene::{
         BelievesAfterRenewal, BodyAfterDoubt, ErrorRecorded, Exhausted, InProgress, Interrupted, LateCompletion,
-        LeaseLost, Mismatch, PolledAgain, Reconciled, Replay, Shortened, StepAgain, StepContinued, StepDecided,
-        StepInterrupts, StepReconciled, StoreFailed, Takeover, TimedOut, TooLarge, Unprotected, Unrecorded, Unresolved,
-        Waits,
+        LeaseLost, Mismatch, PolledAgain, Reconciled, ReplacedUnsent, Replay, SendsForAnother, Shortened, StepAgain,
+        StepContinued, StepDecided, StepInterrupts, StepReconciled, StoreFailed, Takeover, TimedOut, TooLarge,
+        Unprotected, Unrecorded, Unresolved, Unsent, Waits,
     };
     let nothing = Budget::default();
     let config = Config::new;
@@ -715,6 +736,79 @@ pub(crate) fn all() -> Vec<Config> {
         .lasting(1)
         .deciding_steps()
         .scenes(&[StepInterrupts, StepDecided]),
+        config(
+            "outbox",
+            "bodies that push two messages for one destination: messages that are not confirmed, and crashes",
+            &[SENDS, SENDS, SENDS],
+            1,
+            Budget { crashes: 1, unconfirmed: 1, ticks: 1, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[Unsent, SendsForAnother, Replay]),
+        config(
+            "outbox_beside",
+            "a message that two calls send side by side, and marks that are late, lost and doubled",
+            &[Plan { messages: 1, ..SENDS }; 2],
+            2,
+            Budget { faults: 1, duplicates: 1, ticks: 1, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[Unsent, SendsForAnother, LeaseLost, Replay]),
+        config(
+            "outbox_marks",
+            "two messages of which one is not confirmed, and marks of two calls that overtake each other",
+            &[SENDS, SENDS],
+            2,
+            Budget { faults: 1, unconfirmed: 1, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[Unsent, SendsForAnother, Replay]),
+        config(
+            "outbox_apart",
+            "messages for two destinations, which do not wait for each other, and errors of bodies",
+            &[Plan { may_fail: true, ..SENDS }, Plan { may_fail: true, ..SENDS }, SENDS],
+            1,
+            Budget { unconfirmed: 2, ..nothing },
+        )
+        .lasting(1)
+        .apart()
+        .scenes(&[Unsent, SendsForAnother, Replay]),
+        config(
+            "outbox_dropped",
+            "calls that are dropped before and while they send, next to other calls",
+            &[SENDS, SENDS],
+            2,
+            Budget { cancels: 2, ticks: 1, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[SendsForAnother, Replay]),
+        config(
+            "outbox_waited_for",
+            "duplicates that wait for a call with a message",
+            &[Plan { messages: 1, ..SENDS }, Plan { messages: 1, ..WAITS }],
+            2,
+            Budget { crashes: 1, unconfirmed: 1, ticks: 1, ..nothing },
+        )
+        .lasting(1)
+        .scenes(&[Unsent, SendsForAnother, Waits, Replay]),
+        config(
+            "outbox_shortened",
+            "messages whose result is too large for the store, or that the store does not take for half a lease",
+            &[Plan { messages: 1, ..SENDS }, Plan { messages: 1, too_large: true, ..SENDS }],
+            1,
+            Budget { faults: 3, beats: 1, ticks: 1, unconfirmed: 1, ..nothing },
+        )
+        .scenes(&[SendsForAnother, TooLarge, Shortened, Replay]),
+        config(
+            "outbox_operators",
+            "messages whose result an operator discards or replaces before they are sent or marked",
+            &[SENDS, Plan { messages: 1, ..SENDS }, SENDS],
+            2,
+            Budget { crashes: 1, reopens: 1, ..nothing },
+        )
+        .lasting(1)
+        .replacing()
+        .scenes(&[Unsent, SendsForAnother, ReplacedUnsent, Replay]),
     ]
 }
 
@@ -741,6 +835,14 @@ impl Config {
 
     fn deciding_steps(self) -> Self {
         Self { step_decisions: true, ..self }
+    }
+
+    fn replacing(self) -> Self {
+        Self { replaces: true, ..self }
+    }
+
+    fn apart(self) -> Self {
+        Self { apart: true, ..self }
     }
 }
 

@@ -188,6 +188,15 @@ mutants! {
     /// The store lets an operator decide about a step while its attempt runs.
     StepsDecidedWhileRunning => Rule::StepDecision, "steps_decided";
 
+    /// A mark compares neither the owner token nor the number of the attempt.
+    MarkOfAnyAttempt => Rule::MessageMarked, "outbox_operators";
+    /// A mark replaces the messages of the record by its own list, although a later mark may have come before.
+    MarkReplacesList => Rule::MarkKept, "outbox_marks";
+    /// A repeated completion puts messages into the record again that are marked as sent.
+    RepeatedFinishBringsBack => Rule::S3, "outbox_beside";
+    /// An operator who replaces a result removes the messages of the record.
+    ReplaceDropsMessages => Rule::MessageSent, "outbox_operators";
+
     /// The record of a reservation in doubt is not marked as begun.
     DoubtUnmarked => Rule::S18, "reconcilers";
     /// The store grants an operation in doubt to a call without a reconciler.
@@ -302,6 +311,22 @@ mutants! {
     StepUnknownIsEnded => Rule::StepVouched, "steps_reconciled";
     /// An error is recorded as the end of an operation that has a step in doubt.
     StepDoubtRecorded => Rule::StepOpen, "steps_under_fail_dropped";
+    /// Messages are sent before the result is recorded.
+    SentBeforeRecorded => Rule::MessageRecorded, "outbox";
+    /// A call whose completion was refused, because another attempt has taken over, sends its messages.
+    SendsAfterLoss => Rule::MessageOnce, "outbox_beside";
+    /// Messages are marked as sent before they are sent.
+    MarkedBeforeSent => Rule::MessageMarked, "outbox";
+    /// A message is sent although the broker has not confirmed an earlier message for the same destination.
+    SendsPastFailure => Rule::MessageOrder, "outbox";
+    /// A call returns `Ok` although the broker has not confirmed its messages.
+    UnsentIsOk => Rule::MessageSent, "outbox";
+    /// A duplicate replays the result of a record whose messages are not all sent.
+    UnsentReplayed => Rule::MessageSent, "outbox";
+    /// A duplicate that has waited replays the result of a record whose messages are not all sent.
+    WaiterReplaysUnsent => Rule::MessageSent, "outbox_waited_for";
+    /// The completion without its result, which is tried if the store does not take the result, has no messages.
+    ShortenedDropsMessages => Rule::MessageSent, "outbox_shortened";
     /// A temporary failure of the store ends the wait of a duplicate.
     FailureEndsWait => Rule::L3Outage, "waits_in_outages";
     /// A duplicate waits until it is woken, without a limit.

@@ -7,8 +7,9 @@ use stateright::Property;
 
 use super::config::{Config, Reaction};
 use super::state::{
-    Answer, Beat, Body, CALLS, Call, CallId, Class, Done, Entry, GUARDED, Journal, KEYS, ModelResult, ModelState,
-    NOBODY, Phase, Progress, Request, RequestKind, STEPS, SeenRecord, Slot, Stage, StepDecision, World, holder, token,
+    Answer, Beat, Body, CALLS, Call, CallId, Class, Done, Entry, GUARDED, Journal, KEYS, Mail, MailFacts, ModelResult,
+    ModelState, NOBODY, Phase, Progress, Request, RequestKind, STEPS, SeenRecord, Slot, Stage, StepDecision, World,
+    holder, token,
 };
 use super::steps::{Trouble, is_fail, may_hear};
 use super::store;
@@ -60,10 +61,16 @@ pub(crate) enum Rule {
     StepVouched,
     StepOpen,
     StepDecision,
+    MessageRecorded,
+    MessageOnce,
+    MessageOrder,
+    MessageSent,
+    MessageMarked,
+    MarkKept,
 }
 
 impl Rule {
-    pub(crate) const ALL: [Self; 43] = [
+    pub(crate) const ALL: [Self; 49] = [
         Self::S1,
         Self::S1Belief,
         Self::S1Start,
@@ -107,6 +114,12 @@ impl Rule {
         Self::StepVouched,
         Self::StepOpen,
         Self::StepDecision,
+        Self::MessageRecorded,
+        Self::MessageOnce,
+        Self::MessageOrder,
+        Self::MessageSent,
+        Self::MessageMarked,
+        Self::MarkKept,
     ];
 
     pub(crate) fn name(self) -> &'static str {
@@ -167,6 +180,14 @@ impl Rule {
             Self::StepDecision => {
                 "a decision about a step is applied only to the journal that its operator saw, and not while an attempt runs"
             }
+            Self::MessageRecorded => "a message is sent only after the result of its attempt is recorded",
+            Self::MessageOnce => {
+                "the messages of one attempt only are sent, unless an operator has discarded its result"
+            }
+            Self::MessageOrder => "the first sends of a destination are in the order in which its messages were pushed",
+            Self::MessageSent => "no call is acknowledged while a message of its finished operation was never sent",
+            Self::MessageMarked => "a message that is marked as sent was sent",
+            Self::MarkKept => "a message that is marked as sent stays marked",
             Self::S12 => "S12 a call that is dropped leaves its key free, and interrupted only if its body has started",
             Self::S14 => "S14 no key is interrupted and no attempt counted for a body that did not begin",
             Self::L4 => "L4 a body whose lease was found lost does not run on",
@@ -185,7 +206,7 @@ impl Rule {
         let condition: fn(&Config, &World) -> bool = kept!(S1 S1Belief S1Start S2 S3 S4 S5 S6 S7 S7Retry S8 LateEnd SuccessHeld
             Fingerprint MaxAttempts KeysApart L1 L2 L3 L3Outage L4 L6 L7 S11 S15 S12 S14 S17 S18 Told EndsInTime
             StepOwn StepKept StepTwice StepOnce StepReturned StepBegun StepFail StepReconcile StepUndone StepVouched
-            StepOpen StepDecision);
+            StepOpen StepDecision MessageRecorded MessageOnce MessageOrder MessageSent MessageMarked MarkKept);
         Property::always(self.name(), condition)
     }
 }
@@ -245,6 +266,9 @@ pub(crate) enum Scene {
     StepReconciled,
     StepAgain,
     StepDecided,
+    Unsent,
+    SendsForAnother,
+    ReplacedUnsent,
 }
 
 impl Scene {
@@ -349,6 +373,13 @@ impl Scene {
                     by_operator && config.step_decisions && world.left.reopens < config.budget.reopens
                 })
             }),
+            Self::Unsent => ("a call reports messages that are not sent", |_, world| told(world, Class::Unsent)),
+            Self::SendsForAnother => ("a call sends the messages of another call", |_, world| {
+                world.calls.iter().any(|call| matches!(call.phase, Phase::Sending { post } if !post.ran))
+            }),
+            Self::ReplacedUnsent => ("a replaced record has messages that are not sent", |_, world| {
+                any(world, |slot| slot.result() == Some(store::REPLACED) && slot.mail != Mail::NONE)
+            }),
             Self::Shortened => {
                 ("a completion is recorded without a result that the store could hold", |config, world| {
                     any(world, |slot| match slot.stand {
@@ -402,6 +433,7 @@ pub(crate) fn audit(
         | RequestKind::Renew { attempt, .. }
         | RequestKind::Append { attempt, .. }
         | RequestKind::Finish { attempt, .. } => attempt,
+        RequestKind::Mark { .. } | RequestKind::Inspect => return audit_outbox(world, key, (old, new), others),
         RequestKind::Reserve { .. } | RequestKind::Release(_) => past.attempt,
     };
     let holds = past.holder == token && past.attempt == named;
@@ -415,6 +447,7 @@ pub(crate) fn audit(
             audit_reservation(config, world, old, request, answer);
             return;
         }
+        RequestKind::Mark { .. } | RequestKind::Inspect => unreachable!("see above"),
         RequestKind::Begin { .. } => {
             let done = answer == Answer::Write(Done::Done);
             broken.note(Rule::S2, !was_pending && done);
@@ -469,9 +502,13 @@ pub(crate) fn audit(
         RequestKind::Begin { .. } | RequestKind::Renew { .. } | RequestKind::Append { .. } => {
             deed.promised_until = deed.promised_until.max(promised);
         }
-        RequestKind::Finish { kept, .. } => {
+        RequestKind::Finish { kept, attempt, .. } => {
             (deed.promised_until, deed.recorded) = (0, true);
+            // Messages count from the return of their body on, whether or not the write has them.
+            let returned = deed.body == Body::Returned { ok: true } && !plan.shadow;
+            let pushed = if returned { plan.messages } else { 0 };
             world.history[key].result.get_or_insert(kept);
+            world.history[key].mail.recorded |= MailFacts::bits(Mail::pushed(attempt, pushed));
         }
         _ => {
             (deed.promised_until, deed.released) = (0, true);
@@ -481,6 +518,47 @@ pub(crate) fn audit(
             }
         }
     }
+}
+
+/// Checks a request that reads a finished record or marks its messages. Such a request changes only messages. Every
+/// call may send it.
+fn audit_outbox(world: &mut World, key: usize, (old, new): (Option<Slot>, Option<Slot>), others: bool) {
+    let without = |slot: Option<Slot>| slot.map(|slot| Slot { mail: Mail::NONE, ..slot });
+    let [before, after] = [old, new].map(|slot| slot.map_or(Mail::NONE, |slot| slot.mail)).map(MailFacts::bits);
+    let arrived = world.history[key].mail.arrived;
+    let broken = &mut world.broken;
+    broken.note(Rule::KeysApart, others);
+    broken.note(Rule::S3, without(old) != without(new));
+    broken.note(Rule::MessageMarked, before & !after & !arrived != 0);
+    broken.note(Rule::MarkKept, after & !before != 0);
+}
+
+/// Checks a message that arrives at the broker: the attempt that pushed it, and its place.
+pub(crate) fn message_arrives(config: &Config, world: &mut World, who: CallId, (by, place): (u8, u8)) {
+    let key = usize::from(config.plans[usize::from(who)].key);
+    let message = MailFacts::bit(by, place);
+    let facts = &mut world.history[key].mail;
+    let is_earlier = |other: &u8| config.destination(*other) == config.destination(place);
+    let earlier = (0..place).filter(is_earlier).map(|other| MailFacts::bit(by, other));
+    let overtakes = earlier.fold(0, |all, bit| all | bit) & !facts.arrived != 0;
+    let others = facts.arrived & !facts.discarded & !MailFacts::of(by) != 0;
+    let [is_recorded, is_discarded] = [facts.recorded, facts.discarded].map(|messages| messages & message != 0);
+    facts.arrived |= message;
+    world.broken.note(Rule::MessageRecorded, !is_recorded);
+    // After the operator's decision another attempt may send its own messages.
+    world.broken.note(Rule::MessageOnce, others && !is_discarded);
+    world.broken.note(Rule::MessageOrder, overtakes);
+}
+
+/// Checks an operator's replacement of the result of the record `met`. The messages stay.
+pub(crate) fn audit_replacement(world: &mut World, met: &Slot, sight: &SeenRecord) {
+    let at = usize::from(sight.key);
+    let parts = |slot: &Slot| (slot.owner, slot.attempt, slot.stand);
+    let is_seen = parts(met) == parts(&sight.slot) && world.history[at].decided == sight.decided;
+    world.broken.note(Rule::S15, !is_seen);
+    let past = &mut world.history[at];
+    past.decided += 1;
+    past.result = Some(store::REPLACED);
 }
 
 /// Time until which the store promises to keep other attempts out if it executes `ask` now.
@@ -612,6 +690,7 @@ pub(crate) fn audit_reopen(config: &Config, world: &mut World, met: &Slot, sight
     (past.result, past.bodies, past.spared, past.doubt) = (None, 0, false, false);
     // The steps of a discarded operation may run again.
     if met.result().is_some() {
+        past.mail.discarded |= MailFacts::of(met.attempt);
         (past.journaled, past.journal) = ([None; STEPS], Journal::EMPTY);
         (past.begun, past.vouched) = (None, [0; STEPS]);
     }
@@ -800,8 +879,14 @@ pub(crate) fn tries_again(config: &Config, world: &mut World, since: u8) {
 pub(crate) fn caller_hears(config: &Config, world: &mut World, who: CallId, told: Class) {
     let deed = world.call(who).deed;
     world.broken.note(Rule::Told, told == Class::LeaseLost && deed.recorded);
-    let enforced = !config.plans[usize::from(who)].shadow;
+    let (enforced, key) = (!config.plans[usize::from(who)].shadow, usize::from(config.plans[usize::from(who)].key));
     world.broken.note(Rule::S7, enforced && told == Class::Ok && !deed.recorded);
+    let (is_acknowledged, attempt) = (matches!(told, Class::Ok | Class::Replayed), world.call(who).attempt);
+    if enforced && is_acknowledged && config.publishes() {
+        let MailFacts { recorded, arrived, discarded } = world.history[key].mail;
+        let missing = recorded & !arrived & !discarded & MailFacts::of(attempt);
+        world.broken.note(Rule::MessageSent, missing != 0);
+    }
 }
 
 /// Checks a call that gives up the last write of its attempt. The call may give up only after an outage of more than a

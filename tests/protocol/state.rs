@@ -36,6 +36,8 @@ pub(crate) const STEPS: usize = 2;
 const ENTRIES: usize = 8;
 /// The only step with a [`Reaction`](super::config::Reaction) to a doubt: the first step of a body.
 pub(crate) const GUARDED: u8 = 0;
+/// Largest number of messages that a body pushes.
+pub(crate) const MESSAGES: u8 = 2;
 /// Largest number of operators that have seen a record and not decided yet.
 pub(crate) const OPERATORS: usize = 2;
 
@@ -91,6 +93,44 @@ pub(crate) struct Slot {
     /// the lease.
     pub(crate) revived: u8,
     pub(crate) journal: Journal,
+    /// Messages that are not marked as sent.
+    pub(crate) mail: Mail,
+}
+
+/// Messages of an attempt. The attempt that pushed a message and the place of the message stand for its id and body.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) struct Mail {
+    /// Attempt that pushed the messages; 0 if there are none.
+    pub(crate) by: u8,
+    /// Places of the messages, one bit for each.
+    pub(crate) places: u8,
+}
+
+impl Mail {
+    pub(crate) const NONE: Self = Self { by: 0, places: 0 };
+
+    pub(crate) fn of(by: u8, places: u8) -> Self {
+        if places == 0 { Self::NONE } else { Self { by, places } }
+    }
+
+    /// Returns the first `count` messages of the attempt `by`.
+    pub(crate) fn pushed(by: u8, count: u8) -> Self {
+        Self::of(by, (1 << count) - 1)
+    }
+
+    pub(crate) fn has(self, place: u8) -> bool {
+        self.places & 1 << place != 0
+    }
+}
+
+/// Finished record as a call saw it before it marks messages in this record.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) struct Seen {
+    pub(crate) owner: Token,
+    pub(crate) decisions: u8,
+    pub(crate) attempt: u8,
+    /// True if the record was completed, and not failed.
+    pub(crate) ok: bool,
 }
 
 /// Entry of a journal. The owner token and the attempt stand for the value of the step.
@@ -260,12 +300,21 @@ pub(crate) enum RequestKind {
         attempt: u8,
         journal: Journal,
     },
-    /// Writes the result of the attempt with this number. If stores write whole records, the write includes `starts`.
+    /// Writes the result of the attempt with this number, and its first `pushed` messages. If stores write whole
+    /// records, the write includes `starts`.
     Finish {
         kept: ModelResult,
         ok: bool,
         attempt: u8,
         starts: u8,
+        pushed: u8,
+    },
+    /// Reads the record.
+    Inspect,
+    /// Marks the messages of the record `seen` as sent, except for those in `left`.
+    Mark {
+        seen: Seen,
+        left: Mail,
     },
     Release(ReleaseKind),
 }
@@ -327,10 +376,15 @@ pub(crate) enum Answer {
         attempt: u8,
         lapses_in: u8,
     },
+    /// The attempt with this number has finished. `unsent`: messages of the record are not marked as sent.
     Finished {
         kept: ModelResult,
         ok: bool,
+        attempt: u8,
+        unsent: bool,
     },
+    /// Record that a request has read, and its messages.
+    Found(Option<(Seen, Mail)>),
     Mismatch,
     Interrupted,
     Exhausted,
@@ -391,6 +445,8 @@ pub(crate) struct Call {
     /// True if the effect of an earlier attempt is in doubt, and the call has not settled the doubt.
     pub(crate) in_doubt: bool,
     pub(crate) steps: StepsOfCall,
+    /// Number of messages that the body has pushed.
+    pub(crate) pushed: u8,
     pub(crate) deed: CallFacts,
 }
 
@@ -500,6 +556,7 @@ impl Call {
         marked: false,
         in_doubt: false,
         steps: StepsOfCall::NONE,
+        pushed: 0,
         deed: CallFacts {
             body: Body::NotStarted,
             values: false,
@@ -544,6 +601,12 @@ pub(crate) enum Phase {
     Dropping { ending: Ending, told: Class },
     /// The end of the attempt is being written. `late`: answer that the caller got, if the caller no longer waits.
     Ending { ending: Ending, late: Option<Class>, line: Line },
+    /// The call reads the record of attempt `attempt`, which has finished, and whose messages are not all sent.
+    Inspecting { attempt: u8, line: Line },
+    /// The call sends messages.
+    Sending { post: Post },
+    /// The call marks the messages that it has sent.
+    MarkingSent { post: Post, line: Line },
     /// The call has no more steps.
     Over(Class),
     /// The process died.
@@ -559,6 +622,32 @@ pub(crate) enum Line {
     Answered(Answer),
     /// The connection broke before the answer came.
     Cut,
+}
+
+/// Messages on their way to the broker.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) struct Post {
+    pub(crate) seen: Seen,
+    pub(crate) mail: Mail,
+    /// Places of the messages that the broker has confirmed.
+    pub(crate) sent: u8,
+    /// Destinations for which no further message is sent, one bit for each.
+    pub(crate) blocked: u8,
+    /// Place of the message that is sent now.
+    pub(crate) next: u8,
+    /// True if the body of this call pushed the messages.
+    pub(crate) ran: bool,
+}
+
+impl Post {
+    pub(crate) fn new(seen: Seen, mail: Mail, ran: bool) -> Self {
+        Self { seen, mail, sent: 0, blocked: 0, next: 0, ran }
+    }
+
+    /// Messages that the broker has not confirmed.
+    pub(crate) fn left(self) -> Mail {
+        Mail::of(self.mail.by, self.mail.places & !self.sent)
+    }
 }
 
 /// One request of a reservation.
@@ -624,6 +713,8 @@ pub(crate) enum Class {
     LeaseLost,
     Unrecorded,
     StoreFailed,
+    /// A message of the finished operation is not sent, or not marked as sent.
+    Unsent,
     TimedOut,
     /// The body ran without a reservation (`on_store_error = run`).
     Unprotected,
@@ -695,6 +786,37 @@ pub(crate) struct History {
     /// Attempts in which the body of a step returned its value, or whose effect a reconciler or an operator has
     /// confirmed: one bit for each attempt.
     pub(crate) vouched: [u16; STEPS],
+    pub(crate) mail: MailFacts,
+}
+
+/// Messages of the attempts of a key, in bits that [`MailFacts::bit`] explains.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(crate) struct MailFacts {
+    /// Messages that were recorded with the result of their attempt.
+    pub(crate) recorded: u16,
+    /// Messages that have arrived at the broker.
+    pub(crate) arrived: u16,
+    /// Messages whose operation an operator has discarded.
+    pub(crate) discarded: u16,
+}
+
+impl MailFacts {
+    pub(crate) const NONE: Self = Self { recorded: 0, arrived: 0, discarded: 0 };
+
+    /// Bit of the message that the attempt `by` pushed at this place. No configuration has eight attempts.
+    pub(crate) fn bit(by: u8, place: u8) -> u16 {
+        1 << (by % 8 * MESSAGES + place)
+    }
+
+    /// Bits of the messages of `mail`.
+    pub(crate) fn bits(mail: Mail) -> u16 {
+        (0..MESSAGES).filter(|place| mail.has(*place)).map(|place| Self::bit(mail.by, place)).sum()
+    }
+
+    /// Bits of all messages of an attempt.
+    pub(crate) fn of(by: u8) -> u16 {
+        Self::bits(Mail::pushed(by, MESSAGES))
+    }
 }
 
 impl History {
@@ -711,6 +833,7 @@ impl History {
         journal: Journal::EMPTY,
         begun: None,
         vouched: [0; STEPS],
+        mail: MailFacts::NONE,
     };
 }
 
@@ -737,11 +860,14 @@ pub(crate) struct Budget {
     pub(crate) reopens: u8,
     /// Restarts of the store, or losses of all connections.
     pub(crate) restarts: u8,
+    /// Messages that the broker does not confirm.
+    pub(crate) unconfirmed: u8,
 }
 
 impl std::fmt::Display for Budget {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { faults, duplicates, crashes, cancels, beats, polls, ticks, ends, reopens, restarts } = *self;
+        let Self { faults, duplicates, crashes, cancels, beats, polls, ticks, ends, reopens, restarts, unconfirmed } =
+            *self;
         let parts = [
             (faults, "failed calls"),
             (duplicates, "doubled requests"),
@@ -753,6 +879,7 @@ impl std::fmt::Display for Budget {
             (ends, "ends of retention"),
             (reopens, "reopenings"),
             (restarts, "restarts"),
+            (unconfirmed, "unconfirmed messages"),
         ];
         let shown: Vec<_> =
             parts.iter().filter(|(count, _)| *count > 0).map(|(count, name)| format!("{name} {count}")).collect();

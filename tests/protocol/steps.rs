@@ -11,9 +11,9 @@ use super::config::{Config, Plan, Reaction};
 use super::mutants::Mutant;
 use super::properties;
 use super::state::{
-    Answer, Append, Beat, Body, CALLS, Call, CallId, Class, Done, Ending, Entry, GUARDED, History, Journal, Line, Met,
-    ModelResult, ModelState, OPERATORS, Phase, Progress, ReleaseKind, Request, RequestKind, Reserving, SeenRecord,
-    Slot, Stage, StepDecision, StepEnd, StepsOfCall, World, token,
+    Answer, Append, Beat, Body, CALLS, Call, CallId, Class, Done, Ending, Entry, GUARDED, History, Journal, Line,
+    MESSAGES, Mail, Met, ModelResult, ModelState, OPERATORS, Phase, Post, Progress, ReleaseKind, Request, RequestKind,
+    Reserving, Seen, SeenRecord, Slot, Stage, StepDecision, StepEnd, StepsOfCall, World, token,
 };
 use super::store::{self, End, Reading};
 
@@ -82,6 +82,12 @@ pub(crate) enum Action {
     FindsNothing(CallId),
     /// The reconciler ends without an answer.
     DoesNotKnow(CallId),
+    /// The call sends a message, which arrives, and the broker confirms it.
+    Sends(CallId),
+    /// The call sends a message, which arrives, and gets no confirmation.
+    SendsUnconfirmed(CallId),
+    /// The call sends a message, which never arrives, and gets no confirmation.
+    SendsInVain(CallId),
     /// A poll of the body ends, and leaves it pending.
     Yields(CallId),
     /// The body is polled again.
@@ -108,6 +114,8 @@ pub(crate) enum Action {
     Reopens(u8),
     /// An operator decides about the steps of a record that the same operator has inspected.
     DecidesSteps(u8, StepDecision),
+    /// An operator replaces the result of a record that the same operator has inspected.
+    Replaces(u8),
     /// The store restarts: it loses its connections and keeps its records.
     Restarts,
 }
@@ -224,6 +232,8 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
             | Phase::Confirming { line, .. }
             | Phase::Marking { line, .. }
             | Phase::GivingBack { line }
+            | Phase::Inspecting { line, .. }
+            | Phase::MarkingSent { line, .. }
             | Phase::Ending { line, .. } => match line {
                 Line::Sent => {
                     actions.push(Action::StoreDoes(who));
@@ -234,7 +244,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
                             actions.push(Action::IsRefusedForGood(who));
                         }
                     }
-                    if left.duplicates > 0 {
+                    if left.duplicates > 0 && !matches!(call.phase, Phase::Inspecting { .. }) {
                         actions.push(Action::Doubles(who));
                     }
                 }
@@ -321,6 +331,12 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
                 }
             }
             Phase::Dropping { .. } => actions.push(Action::LosesValues(who)),
+            Phase::Sending { .. } => {
+                actions.push(Action::Sends(who));
+                if left.unconfirmed > 0 {
+                    actions.extend([Action::SendsUnconfirmed(who), Action::SendsInVain(who)]);
+                }
+            }
             Phase::Idle | Phase::Over(_) | Phase::Dead => {}
         }
         if matches!(call.steps.append, Append::Sent { .. }) {
@@ -379,6 +395,9 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
     for (operator, sight) in (0..).zip(&world.sights) {
         if let Some(sight) = sight {
             actions.push(Action::Reopens(operator));
+            if config.replaces && sight.slot.result().is_some() {
+                actions.push(Action::Replaces(operator));
+            }
             let decisions =
                 [StepDecision::Done, StepDecision::NotDone, StepDecision::FromFirst, StepDecision::WithoutSteps];
             let possible = |decision: &StepDecision| {
@@ -460,6 +479,8 @@ fn told(config: &Config, world: &World, who: CallId) -> Option<Answer> {
     }
     let answer = store::reserves(config, &mut slot, token(who, call.generation), (over, true), reading);
     match answer {
+        // The call sends messages only after it has reserved again.
+        Answer::Finished { unsent: true, .. } if !config.is(Mutant::WaiterReplaysUnsent) => None,
         Answer::Finished { .. } | Answer::Mismatch | Answer::Interrupted => Some(answer),
         Answer::Exhausted => (alone || met.stand != ModelState::Released).then_some(answer),
         _ => None,
@@ -612,6 +633,11 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
                 if config.is(Mutant::QuestionsCount) { ReleaseKind::Interrupted } else { ReleaseKind::Unresolved };
             world.call_mut(who).phase = Phase::Ending { ending: Ending::Release(how), late: None, line: Line::Sent };
         }
+        Action::Sends(who) | Action::SendsUnconfirmed(who) | Action::SendsInVain(who) => {
+            let (arrives, is_confirmed) = (!matches!(action, Action::SendsInVain(_)), action == Action::Sends(who));
+            world.left.unconfirmed -= u8::from(!is_confirmed);
+            sends(config, world, who, arrives, is_confirmed);
+        }
         Action::Yields(who) => yields(config, world, who),
         Action::IsPolled(who) => {
             properties::polls(config, world, who);
@@ -659,6 +685,7 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
         Action::Looks(key) => looks(world, key),
         Action::Reopens(operator) => reopens(config, world, operator, None),
         Action::DecidesSteps(operator, decision) => reopens(config, world, operator, Some(decision)),
+        Action::Replaces(operator) => replaces(config, world, operator),
         // A restart breaks the connections. Requests that have not reached the store arrive later.
         Action::Restarts => {
             world.left.restarts -= 1;
@@ -669,6 +696,8 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
                     | Phase::Confirming { line, .. }
                     | Phase::Marking { line, .. }
                     | Phase::GivingBack { line }
+                    | Phase::Inspecting { line, .. }
+                    | Phase::MarkingSent { line, .. }
                     | Phase::Ending { line, .. }
                         if matches!(line, Line::Answered(_)) =>
                     {
@@ -748,6 +777,8 @@ fn line(call: &mut Call) -> &mut Line {
         | Phase::Confirming { line, .. }
         | Phase::Marking { line, .. }
         | Phase::GivingBack { line }
+        | Phase::Inspecting { line, .. }
+        | Phase::MarkingSent { line, .. }
         | Phase::Ending { line, .. } => line,
         other => unreachable!("{other:?} waits for no answer"),
     }
@@ -772,12 +803,16 @@ pub(crate) fn pending_request(config: &Config, world: &World, who: CallId) -> Op
                 attempt: call.attempt,
                 // The field is zero unless the store writes `starts`, so that requests with the same effect are equal.
                 starts: if config.whole { call.starts } else { 0 },
+                pushed: call.pushed,
             },
             Ending::Release(how) => RequestKind::Release(how),
             Ending::Instead => RequestKind::Release(ReleaseKind::Returned),
             Ending::Shortened { ok: true } | Ending::LeftOut { ok: true } => {
                 let starts = if config.whole { call.starts } else { 0 };
-                RequestKind::Finish { kept: ModelResult::TooLarge(who), ok: true, attempt: call.attempt, starts }
+                // The messages stay: they are as much a part of the operation as its result.
+                let pushed = if config.is(Mutant::ShortenedDropsMessages) { 0 } else { call.pushed };
+                let kept = ModelResult::TooLarge(who);
+                RequestKind::Finish { kept, ok: true, attempt: call.attempt, starts, pushed }
             }
             Ending::Shortened { ok: false } | Ending::LeftOut { ok: false } => {
                 RequestKind::Release(ReleaseKind::Returned)
@@ -792,6 +827,8 @@ pub(crate) fn pending_request(config: &Config, world: &World, who: CallId) -> Op
             }
             Ending::GiveBack | Ending::TryRelease => RequestKind::Release(ReleaseKind::NotStarted),
         },
+        Phase::Inspecting { .. } => RequestKind::Inspect,
+        Phase::MarkingSent { post, .. } => RequestKind::Mark { seen: post.seen, left: post.left() },
         _ => return None,
     };
     Some(Request { who, token: token(who, call.generation), ask })
@@ -830,7 +867,9 @@ fn orphan(config: &Config, world: &mut World, who: CallId) {
         | Phase::Confirming { line, .. }
         | Phase::Marking { line, .. }
         | Phase::GivingBack { line }
+        | Phase::MarkingSent { line, .. }
         | Phase::Ending { line, .. } => line == Line::Sent,
+        // A read that arrives late changes nothing.
         _ => false,
     };
     if sent {
@@ -881,13 +920,18 @@ pub(crate) fn store_does(config: &Config, world: &mut World, request: Request) -
                 Answer::Write(store::appends(config, &mut world.slots[usize::from(key)], token, journal, reading))
             }
             RequestKind::Finish { kept: ModelResult::Stored(_), .. } if config.plan(who).too_large => Answer::TooLarge,
-            RequestKind::Finish { kept, ok, attempt, starts } => {
-                let end = End::finish(kept, ok, (attempt, starts), world.now);
+            RequestKind::Finish { kept, ok, attempt, starts, pushed } => {
+                let end = End::finish(kept, ok, (attempt, starts), world.now).with_messages(pushed);
                 Answer::Write(store::ends(config, &mut world.slots[usize::from(key)], token, end))
             }
             RequestKind::Release(how) => {
                 let end = End::release(how, world.now);
                 Answer::Write(store::ends(config, &mut world.slots[usize::from(key)], token, end))
+            }
+            RequestKind::Inspect => Answer::Found(store::inspects(world.slots[usize::from(key)])),
+            RequestKind::Mark { seen, left } => {
+                let reading = reading(world, 0);
+                Answer::Write(store::marks_sent(config, &mut world.slots[usize::from(key)], seen, left, reading))
             }
         }
     };
@@ -939,6 +983,14 @@ fn reopens(config: &Config, world: &mut World, operator: u8, steps: Option<StepD
         }
         wake(config, world, key);
         forgive(config, world, key);
+    }
+}
+
+fn replaces(config: &Config, world: &mut World, operator: u8) {
+    let Some(sight) = world.sights[usize::from(operator)].take() else { return };
+    let Some(met) = world.slots[usize::from(sight.key)] else { return };
+    if store::replaces(config, &mut world.slots[usize::from(sight.key)], &sight) == Verdict::Applied {
+        properties::audit_replacement(world, &met, &sight);
     }
 }
 
@@ -1055,8 +1107,34 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: CallId, answer: Ans
             let until = now + left.min(lapses_in * config.unit());
             world.call_mut(who).phase = Phase::Waiting { attempt, until, woken };
         }
+        // The messages of the finished operation have to be sent before its result is replayed.
+        (Phase::Reserving { .. }, Answer::Finished { attempt, unsent: true, .. })
+            if !plan.shadow && !config.is(Mutant::UnsentReplayed) && !config.is(Mutant::WaiterReplaysUnsent) =>
+        {
+            world.call_mut(who).phase = Phase::Inspecting { attempt, line: Line::Sent };
+        }
+        (Phase::Inspecting { attempt, .. }, Answer::Found(found)) => match found {
+            // Another call has marked the messages, or an operator has discarded the result.
+            Some((seen, Mail::NONE)) if seen.attempt == attempt => reserve_anew(config, world, who),
+            Some((seen, mail)) if seen.attempt == attempt => {
+                begins_sending(config, world, who, Post::new(seen, mail, false));
+            }
+            _ => over(config, world, who, Class::Unsent),
+        },
+        (Phase::MarkingSent { post, .. }, Answer::Write(done)) => {
+            let is_sent = done == Done::Done && post.left() == Mail::NONE;
+            match post.ran {
+                _ if !is_sent && !config.is(Mutant::UnsentIsOk) => over(config, world, who, Class::Unsent),
+                true => over(config, world, who, Class::Ok),
+                // The call then gets the recorded result.
+                false => reserve_anew(config, world, who),
+            }
+        }
         // The call ends with this answer, and its body does not run.
-        (Phase::Reserving { .. }, Answer::Finished { .. }) => refused(config, world, who, Class::Replayed),
+        (Phase::Reserving { .. }, Answer::Finished { attempt, .. }) => {
+            world.call_mut(who).attempt = attempt;
+            refused(config, world, who, Class::Replayed);
+        }
         (Phase::Reserving { .. }, Answer::Mismatch) => refused(config, world, who, Class::Mismatch),
         (Phase::Reserving { .. }, Answer::Interrupted) => refused(config, world, who, Class::Interrupted),
         (Phase::Reserving { .. }, Answer::Exhausted) => refused(config, world, who, Class::Exhausted),
@@ -1107,6 +1185,13 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: CallId, answer: Ans
         // The end has been written, or the lease is lost.
         (Phase::Ending { ending, late, .. }, Answer::Write(done)) => {
             let refused = done == Done::Refused && !config.is(Mutant::RefusalReadAsDone);
+            let publishes = late.is_none() && !plan.shadow && is_ok(ending) && world.call(who).pushed > 0;
+            if publishes && (!refused || config.is(Mutant::SendsAfterLoss)) {
+                let call = world.call(who);
+                let seen = Seen { owner: token(who, call.generation), decisions: 0, attempt: call.attempt, ok: true };
+                let mail = Mail::pushed(call.attempt, call.pushed);
+                return begins_sending(config, world, who, Post::new(seen, mail, true));
+            }
             if refused {
                 return unrecorded(config, world, who, late, Class::LeaseLost);
             }
@@ -1114,6 +1199,48 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: CallId, answer: Ans
         }
         (phase, answer) => unreachable!("{answer:?} is no answer to {phase:?}"),
     }
+}
+
+/// Starts to send the messages of a finished record. The lease has ended with the record.
+fn begins_sending(config: &Config, world: &mut World, who: CallId, post: Post) {
+    orphan_beat(config, world, who);
+    let Call { phase, generation, attempt, unanswered, give_up_at, deed, .. } = *world.call(who);
+    let call = world.call_mut(who);
+    *call = Call { phase, generation, attempt, unanswered, give_up_at, deed, ..Call::IDLE };
+    if config.is(Mutant::MarkedBeforeSent) {
+        let ask = RequestKind::Mark { seen: post.seen, left: Mail::NONE };
+        send(world, Request { who, token: token(who, generation), ask });
+    }
+    sends_next(config, world, who, post);
+}
+
+/// Sends the next message, or marks what has been sent. After a message that the broker has not confirmed, no further
+/// message of the same destination is sent.
+fn sends_next(config: &Config, world: &mut World, who: CallId, post: Post) {
+    let open = |place: &u8| post.mail.has(*place) && post.blocked & 1 << config.destination(*place) == 0;
+    let phase = match (post.next..MESSAGES).find(open) {
+        Some(next) => Phase::Sending { post: Post { next, ..post } },
+        None if post.sent == 0 => return over(config, world, who, unsent(config, post.ran)),
+        None => Phase::MarkingSent { post: Post { blocked: 0, next: 0, ..post }, line: Line::Sent },
+    };
+    world.call_mut(who).phase = phase;
+}
+
+/// Answer to the caller after no message was sent.
+fn unsent(config: &Config, ran: bool) -> Class {
+    if ran && config.is(Mutant::UnsentIsOk) { Class::Ok } else { Class::Unsent }
+}
+
+/// Sends one message. `is_confirmed`: the broker has confirmed that it keeps the message.
+fn sends(config: &Config, world: &mut World, who: CallId, arrives: bool, is_confirmed: bool) {
+    let Phase::Sending { post } = world.call(who).phase else { unreachable!("nothing is sent") };
+    if arrives {
+        properties::message_arrives(config, world, who, (post.mail.by, post.next));
+    }
+    let (bit, goes_on) = (1 << post.next, is_confirmed || config.is(Mutant::SendsPastFailure));
+    let blocks = u8::from(!goes_on) << config.destination(post.next);
+    let sent = post.sent | if is_confirmed { bit } else { 0 };
+    sends_next(config, world, who, Post { sent, blocked: post.blocked | blocks, next: post.next + 1, ..post });
 }
 
 /// Ends a call without a body, except in shadow mode, where the body runs without a reservation.
@@ -1506,6 +1633,8 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: CallId, trouble: Tr
             late(config, world, who, Ending::Release(how), told_after(Ending::Release(how)));
         }
         Phase::Ending { ending, late, .. } => ending_fails(config, world, who, trouble, (ending, late)),
+        // The next delivery sends the messages.
+        Phase::Inspecting { .. } | Phase::MarkingSent { .. } => over(config, world, who, Class::Unsent),
         phase => unreachable!("{phase:?} waits for no answer"),
     }
 }
@@ -1664,6 +1793,14 @@ pub(crate) fn returns(config: &Config, world: &mut World, who: CallId, ok: bool)
         call.deed.body = Body::Returned { ok };
     }
     call.steps = StepsOfCall::NONE;
+    call.pushed = if ok && !plan.shadow { plan.messages } else { 0 };
+    if ok && config.is(Mutant::SentBeforeRecorded) {
+        for place in 0..plan.messages {
+            let attempt = world.call(who).attempt;
+            properties::message_arrives(config, world, who, (attempt, place));
+        }
+    }
+    let call = world.call_mut(who);
     // The values are dropped in the same step, because the body's end waits for this drop.
     call.deed.values = false;
     call.phase = Phase::Ending { ending, late: None, line: Line::Sent };

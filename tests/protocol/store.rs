@@ -10,7 +10,8 @@ use idem_runtime::codec::CodecName;
 use idem_runtime::key::Fingerprint;
 use idem_runtime::record::{Admission, Provenance, Record, Ruling, State, StoredResult};
 use idem_runtime::store::{
-    Action, Decision, Inspection, Journal as Written, OwnerToken, Reservation, ReserveRequest, Verdict,
+    Action, Decision, Finish, Inspection, Journal as Written, OwnerToken, Reservation, ReserveRequest, UnsentMessages,
+    Verdict,
 };
 use idem_runtime::{Key, OnCrash};
 use idem_tests::decided;
@@ -18,8 +19,8 @@ use idem_tests::decided;
 use super::config::{Config, Plan};
 use super::mutants::Mutant;
 use super::state::{
-    Answer, CallId, Done, Entry, GUARDED, Journal, Met, ModelResult, ModelState, OPERATORS, Progress, ReleaseKind,
-    SeenRecord, Slot, StepDecision, Token, token,
+    Answer, CallId, Done, Entry, GUARDED, Journal, MESSAGES, Mail, Met, ModelResult, ModelState, OPERATORS, Progress,
+    ReleaseKind, Seen, SeenRecord, Slot, StepDecision, Token, token,
 };
 
 /// Real duration of one tick of model time.
@@ -29,6 +30,10 @@ pub(crate) const TTL: Duration = Duration::from_secs(3600);
 /// Names of the operators.
 const NAMES: [&str; OPERATORS] = ["", "bob"];
 const RESULTS: &[u8] = &[0, 1, 2, 3, 4, 5, 6, 7];
+/// Result that an operator supplies.
+pub(crate) const REPLACED: ModelResult = ModelResult::Stored(7);
+/// Codec name of a result that is stored with messages.
+const WITH_MESSAGES: &[u8] = b"idem:outbox";
 
 /// Reservation of a call, as the engine sends it.
 pub(crate) fn reserve(token: Token, plan: &Plan, lease: u8) -> ReserveRequest {
@@ -65,8 +70,58 @@ pub(crate) fn payload(kept: ModelResult) -> StoredResult {
     }
 }
 
+/// Returns the result `kept` as it is stored with the messages of `mail`, in version 1 of this form. `apart`: each
+/// message has its own destination.
+pub(crate) fn payload_with(kept: ModelResult, mail: Mail, apart: bool) -> StoredResult {
+    if mail == Mail::NONE {
+        return payload(kept);
+    }
+    let (codec, size, result): (&[u8], u8, _) = match kept {
+        ModelResult::Stored(who) => (b"model", 1, vec![0, who]),
+        ModelResult::TooLarge(who) => (WITH_MESSAGES, who, vec![1]),
+    };
+    let text = |text: &[u8]| [&[0, 0, 0, small(text.len())], text].concat();
+    let mut bytes = [&[1, 4, small(codec.len())], codec, &[0; 7], &[size], &result, &[1]].concat();
+    for place in (0..MESSAGES).filter(|place| mail.has(*place)) {
+        bytes.extend(text(destination(place, apart).as_bytes()).into_iter().chain(text(&[b'0' + place])));
+        // The message has neither a key nor a header, was never refused and is not set aside.
+        bytes.extend([[0; 3].as_slice(), &text(&[mail.by, place]), &[0; 5]].concat());
+    }
+    StoredResult::Encoded { codec: CodecName::new(WITH_MESSAGES).expect("a name"), bytes: bytes.into() }
+}
+
+/// Name of the destination of the message at this place.
+pub(crate) fn destination(place: u8, apart: bool) -> String {
+    if apart { format!("to {place}") } else { "to".to_owned() }
+}
+
+/// Messages of `mail` in the runtime's type.
+pub(crate) fn messages(mail: Mail) -> Option<UnsentMessages> {
+    let state = State::Completed(payload_with(ModelResult::Stored(0), mail, false));
+    Inspection::new(Record::new(owner(0), 1, state), TTL, None).unsent_messages()
+}
+
+/// Messages of `record` that are not marked as sent.
+pub(crate) fn mail(record: &Record) -> Mail {
+    let Some(messages) = Inspection::new(record.clone(), TTL, None).unsent_messages() else { return Mail::NONE };
+    let each = messages.messages().iter().map(|unsent| match *unsent.message().body().as_ref() {
+        [by, place] => Mail::of(by, 1 << place),
+        ref other => unreachable!("no message of the model is {other:?}"),
+    });
+    each.reduce(|all, one| Mail::of(one.by, all.places | one.places)).unwrap_or(Mail::NONE)
+}
+
 pub(crate) fn kept(payload: &StoredResult) -> ModelResult {
     match payload {
+        StoredResult::Encoded { codec, bytes } if codec.as_str().as_bytes() == WITH_MESSAGES => {
+            // The header ends with the size of the result, the lowest byte of which is enough. One byte follows that
+            // says whether the result is stored.
+            let size = 3 + usize::from(bytes[2]) + 7;
+            match bytes[size + 1] {
+                0 => ModelResult::Stored(bytes[size + 2]),
+                _ => ModelResult::TooLarge(bytes[size]),
+            }
+        }
         StoredResult::Encoded { bytes, .. } => ModelResult::Stored(bytes[0]),
         StoredResult::TooLarge { size } => ModelResult::TooLarge(small(*size)),
         other => unreachable!("no configuration writes {other:?}"),
@@ -133,7 +188,12 @@ impl Slot {
     /// Converts this record to the runtime's type.
     pub(crate) fn record(&self, lease: u8) -> Record {
         let owner = decided(owner(self.owner), self.decisions.into());
-        let mut record = Record::new(owner, self.attempt.into(), self.stand.state(TICK * u32::from(lease)));
+        let state = match self.stand {
+            ModelState::Completed(kept) => State::Completed(payload_with(kept, self.mail, false)),
+            ModelState::Failed(kept) => State::Failed(payload_with(kept, self.mail, false)),
+            open => open.state(TICK * u32::from(lease)),
+        };
+        let mut record = Record::new(owner, self.attempt.into(), state);
         record.attempts_used = self.starts.into();
         record.fingerprint = self.mark.map(fingerprint);
         record.journal = self.journal.written();
@@ -174,6 +234,7 @@ impl Slot {
             lapses_at: if record.is_pending() { lapses_at } else { 0 },
             revived: 0,
             journal: Journal::read(record.journal.as_ref()),
+            mail: if record.is_finished() { mail(record) } else { Mail::NONE },
         }
     }
 }
@@ -199,11 +260,14 @@ pub(crate) fn answer(reservation: &Reservation) -> Answer {
         Reservation::InProgress { attempt, lapses_in, .. } => {
             Answer::Pending { attempt: small(*attempt), lapses_in: ticks(*lapses_in) }
         }
-        Reservation::Finished { record, .. } => match &record.state {
-            State::Completed(payload) => Answer::Finished { kept: kept(payload), ok: true },
-            State::Failed(payload) => Answer::Finished { kept: kept(payload), ok: false },
-            other => unreachable!("{other:?} is not finished"),
-        },
+        Reservation::Finished { record, .. } => {
+            let (attempt, unsent) = (small(record.attempt), mail(record) != Mail::NONE);
+            match &record.state {
+                State::Completed(payload) => Answer::Finished { kept: kept(payload), ok: true, attempt, unsent },
+                State::Failed(payload) => Answer::Finished { kept: kept(payload), ok: false, attempt, unsent },
+                other => unreachable!("{other:?} is not finished"),
+            }
+        }
         Reservation::FingerprintMismatch { .. } => Answer::Mismatch,
         Reservation::Interrupted { .. } => Answer::Interrupted,
         Reservation::AttemptsExhausted { .. } => Answer::Exhausted,
@@ -317,23 +381,32 @@ pub(crate) struct End {
     /// Number of the attempt, and number of the attempts that count; `None` for a release, which names no attempt.
     pub(crate) numbers: Option<(u8, u8)>,
     pub(crate) now: u8,
+    /// Messages that the write records.
+    pub(crate) mail: Mail,
 }
 
 impl End {
     pub(crate) fn finish(kept: ModelResult, ok: bool, numbers: (u8, u8), now: u8) -> Self {
         let stand = if ok { ModelState::Completed(kept) } else { ModelState::Failed(kept) };
-        Self { stand, refund: 0, numbers: Some(numbers), now }
+        Self { stand, refund: 0, numbers: Some(numbers), now, mail: Mail::NONE }
+    }
+
+    /// Returns this end with the first `pushed` messages of its attempt.
+    pub(crate) fn with_messages(self, pushed: u8) -> Self {
+        let by = self.numbers.map_or(0, |(attempt, _)| attempt);
+        Self { mail: Mail::pushed(by, pushed), ..self }
     }
 
     pub(crate) fn release(how: ReleaseKind, now: u8) -> Self {
         let refund = u8::from(!how.release().counts());
-        Self { stand: ModelState::from(&how.release().state()), refund, numbers: None, now }
+        let stand = ModelState::from(&how.release().state());
+        Self { stand, refund, numbers: None, now, mail: Mail::NONE }
     }
 }
 
 /// Ends the attempt of `token`: changes the pending record, or recognises that the same end was written before.
 pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: End) -> Done {
-    let End { stand, refund, numbers, now } = end;
+    let End { stand, refund, numbers, now, mail } = end;
     let mutant = config.mutant;
     let Some(met) = slot.as_mut() else { return Done::Refused };
     let with_result = matches!(stand, ModelState::Completed(_) | ModelState::Failed(_));
@@ -346,6 +419,9 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
     if !met.is_pending() && !mutant.is_some_and(|mutant| mutant.ends_an_ended_attempt(met, with_result)) {
         if mutant == Some(Mutant::RefundRepeated) {
             met.starts = met.starts.saturating_sub(refund);
+        }
+        if mutant == Some(Mutant::RepeatedFinishBringsBack) && with_result {
+            met.mail = mail;
         }
         return match mutant {
             Some(Mutant::RepeatedFinishRefused) if with_result => Done::Refused,
@@ -394,6 +470,36 @@ pub(crate) fn ends(config: &Config, slot: &mut Option<Slot>, token: Token, end: 
         };
         *met = Slot::of(&Record::after(&lease, stand.state(request.lease)), 0);
     }
+    met.mail = mail;
+    Done::Done
+}
+
+/// Returns the record as a call sees it that wants to send its messages.
+pub(crate) fn inspects(slot: Option<Slot>) -> Option<(Seen, Mail)> {
+    let Slot { owner, decisions, attempt, stand, mail, .. } = slot?;
+    Some((Seen { owner, decisions, attempt, ok: matches!(stand, ModelState::Completed(_)) }, mail))
+}
+
+/// Marks the messages of the record as sent, except for those in `left`, if it is the record that the sender saw.
+pub(crate) fn marks_sent(config: &Config, slot: &mut Option<Slot>, seen: Seen, left: Mail, reading: Reading) -> Done {
+    let Some(met) = slot.as_mut() else { return Done::Refused };
+    let result = ModelResult::Stored(0);
+    let stand = if seen.ok { ModelState::Completed(result) } else { ModelState::Failed(result) };
+    let Seen { owner, decisions, attempt, .. } = seen;
+    let mut shown = Slot { owner, decisions, attempt, stand, mail: Mail::NONE, ..*met };
+    if config.mutant == Some(Mutant::MarkOfAnyAttempt) {
+        shown = *met;
+    }
+    let lapses_in = TICK * u32::from(if met.is_pending() { reading.until(met.lapses_at, config.mutant) } else { 0 });
+    let seen = Inspection::new(shown.record(config.lease), TTL, Some(Duration::ZERO)).revision();
+    let decision = Decision::mark_sent(&Key::new("model", 0_u32).expect("a key"), seen, messages(left));
+    let Ruling::Replace(with) = met.record(config.lease).decide(&decision, lapses_in) else { return Done::Refused };
+    let mail = match config.mutant {
+        Some(Mutant::MarkReplacesList) => left,
+        _ => Slot::of(&with, met.lapses_at).mail,
+    };
+    // The runtime's function changes nothing but the messages, which the rules check.
+    *met = Slot { mail, ..Slot::of(&with, met.lapses_at) };
     Done::Done
 }
 
@@ -546,5 +652,22 @@ pub(crate) fn reopens(
         _ => {}
     }
     *met = with;
+    Verdict::Applied
+}
+
+/// Replaces the result of the record, if it is the record that the operator saw.
+pub(crate) fn replaces(config: &Config, slot: &mut Option<Slot>, sight: &SeenRecord) -> Verdict {
+    let Some(met) = slot.as_mut() else { return Verdict::Refused };
+    let seen = Inspection::new(sight.slot.record(config.lease), TTL, Some(Duration::ZERO)).revision();
+    let key = Key::new("model", u32::from(sight.key)).expect("a key");
+    let decision = Decision::replace(&key, seen, Finish::Completed(payload(REPLACED)));
+    let decision = decision.by(NAMES[usize::from(sight.operator)]);
+    let Ruling::Replace(with) = met.record(config.lease).decide(&decision, Duration::ZERO) else {
+        return Verdict::Refused;
+    };
+    *met = Slot::of(&with, 0);
+    if config.mutant == Some(Mutant::ReplaceDropsMessages) {
+        met.mail = Mail::NONE;
+    }
     Verdict::Applied
 }

@@ -12,14 +12,15 @@ use std::task::Poll;
 use std::time::Duration;
 
 use idem_runtime::clock::{Clock, ManualClock, SystemClock};
+use idem_runtime::outbox::{OutgoingMessage, SendFuture, Sender};
 use idem_runtime::record::{Record, State, StoredResult};
 use idem_runtime::store::{
-    Answers, Decision, Finish, Journal, Lease, Release, Reservation, ReserveRequest, StoreFuture, Verdict, forward,
-    renew_all,
+    Action as Decided, Answers, Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Release, Reservation,
+    ReserveRequest, StoreFuture, Verdict, forward, renew_all,
 };
 use idem_runtime::{
     Error, InProgress, Key, MemoryStore, Mode, OnCrash, OnError, OnStoreError, Operation, Outcome, Policy,
-    Reconciliation, Store, StoreError, StoreErrorKind, current, observe,
+    Reconciliation, Store, StoreError, StoreErrorKind, StoreExt as _, current, observe,
 };
 use idem_tests::Reopen as _;
 use proptest::bool::weighted;
@@ -32,8 +33,8 @@ use tokio::sync::oneshot;
 use super::config::{Config, Plan, Reaction};
 use super::mutants::Mutant;
 use super::state::{
-    Answer, Append, Beat, CallId, Class, Done, Ending, Entry, GUARDED, Journal as ModelJournal, Line, ModelResult,
-    Phase, Progress, ReleaseKind, Request, RequestKind, Slot, Stage, StepDecision, StepEnd, World, holder,
+    Answer, Append, Beat, CallId, Class, Done, Ending, Entry, GUARDED, Journal as ModelJournal, Line, MESSAGES, Mail,
+    ModelResult, Phase, Progress, ReleaseKind, Request, RequestKind, Slot, Stage, StepDecision, StepEnd, World, holder,
 };
 use super::steps::{Action, pending_request, store_does, take};
 use super::store::{self, End, Reading, TICK, TTL};
@@ -64,13 +65,18 @@ enum Step {
     Renew(CallId),
     /// The attempt of a call appends a journal with this number of entries of its own, and this last one.
     Append(CallId, u8, Progress),
-    Finish(CallId, bool, bool),
+    /// The attempt of a call finishes: whether it succeeds, whether its result is too large, and its messages.
+    Finish(CallId, bool, bool, u8),
     Release(CallId, ReleaseKind),
     Reopen(u8, u8),
     /// An operator inspects a record.
     Look(u8),
     /// The operator decides about the steps of the record.
     Decide(u8, StepDecision),
+    /// The operator replaces the result of the record.
+    Replace(u8),
+    /// A call that has seen the record marks its messages as sent, except for those in these places.
+    MarkSent(u8, u8),
     Tick,
 }
 
@@ -95,11 +101,14 @@ fn step() -> impl Strategy<Value = Step> {
         3 => who().prop_map(Step::Begin),
         2 => who().prop_map(Step::Renew),
         3 => (who(), 1..3_u8, progress).prop_map(|(who, entries, last)| Step::Append(who, entries, last)),
-        2 => (who(), any::<bool>(), any::<bool>()).prop_map(|(who, ok, large)| Step::Finish(who, ok, large)),
+        2 => (who(), any::<bool>(), any::<bool>(), 0..=MESSAGES)
+            .prop_map(|(who, ok, large, pushed)| Step::Finish(who, ok, large, pushed)),
         3 => (who(), how).prop_map(|(who, how)| Step::Release(who, how)),
         1 => (0..2_u8, 0..2_u8).prop_map(|(key, off)| Step::Reopen(key, off)),
         2 => (0..2_u8).prop_map(Step::Look),
         2 => (0..2_u8, decision).prop_map(|(key, decision)| Step::Decide(key, decision)),
+        1 => (0..2_u8).prop_map(Step::Replace),
+        2 => (0..2_u8, 0..4_u8).prop_map(|(key, left)| Step::MarkSent(key, left)),
         3 => Just(Step::Tick),
     ]
 }
@@ -140,10 +149,11 @@ fn a_modelled_store_with_a_mistake_disagrees_with_the_memory_store() {
     use Mutant::{
         AppendAfterFinish, AppendAfterRelease, AppendAnyAttempt, AppendAnybodys, BegunByAnybody, FailOfCallerIgnored,
         FailOfOwnerIgnored, FingerprintSkippedAtReplay, FingerprintSkippedAtTakeover, FinishAnyAttempt, FinishAnybodys,
-        FinishOverFinished, InterruptedRunsAgain, LapsedOwnerRefused, LapsedStaysLive, LiveTakenOver, MarkedAfterLapse,
-        MaxAttemptsIgnored, OwnReservationIsForeign, RefundRepeated, RefusedAppendExtends, ReleaseAnybodys,
-        ReleaseDropsJournal, ReleaseForgets, ReleaseOverFinished, RenewAnyAttempt, RenewAnybodys, ReopenDropsJournal,
-        ReopenForgetsNumber, ReopenLive, RepeatedFinishRefused, RepeatedReleaseRefused, ReserveOverFinished,
+        FinishOverFinished, InterruptedRunsAgain, LapsedOwnerRefused, LapsedStaysLive, LiveTakenOver, MarkOfAnyAttempt,
+        MarkReplacesList, MarkedAfterLapse, MaxAttemptsIgnored, OwnReservationIsForeign, RefundRepeated,
+        RefusedAppendExtends, ReleaseAnybodys, ReleaseDropsJournal, ReleaseForgets, ReleaseOverFinished,
+        RenewAnyAttempt, RenewAnybodys, ReopenDropsJournal, ReopenForgetsNumber, ReopenLive, RepeatedFinishBringsBack,
+        RepeatedFinishRefused, RepeatedReleaseRefused, ReplaceDropsMessages, ReserveOverFinished,
         ShorterJournalReplaces, StepsDecidedWhileRunning, TakeoverDropsJournal, TakeoverKeepsNumber,
         TakeoverKeepsToken,
     };
@@ -167,6 +177,8 @@ fn a_modelled_store_with_a_mistake_disagrees_with_the_memory_store() {
         LapsedOwnerRefused,
         LapsedStaysLive,
         LiveTakenOver,
+        MarkOfAnyAttempt,
+        MarkReplacesList,
         MaxAttemptsIgnored,
         OwnReservationIsForeign,
         RefundRepeated,
@@ -180,8 +192,10 @@ fn a_modelled_store_with_a_mistake_disagrees_with_the_memory_store() {
         ReopenDropsJournal,
         ReopenForgetsNumber,
         ReopenLive,
+        RepeatedFinishBringsBack,
         RepeatedFinishRefused,
         RepeatedReleaseRefused,
+        ReplaceDropsMessages,
         ReserveOverFinished,
         ShorterJournalReplaces,
         StepsDecidedWhileRunning,
@@ -273,12 +287,11 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
                 let modelled = store::appends(config, &mut slots[key_of(who)], who, appended, reading);
                 prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
             }
-            Step::Finish(who, ok, large) => {
+            Step::Finish(who, ok, large, pushed) => {
                 let kept = if large { ModelResult::TooLarge(who) } else { ModelResult::Stored(who) };
-                let finish = if ok { Finish::Completed } else { Finish::Failed }(store::payload(kept));
                 let lease = &grants[usize::from(who)].lease;
-                let found = real.finish(lease, &finish).await.unwrap();
-                let end = End::finish(kept, ok, numbers(lease), now);
+                let found = real.finish(lease, &finish((kept, ok), numbers(lease).0, pushed)).await.unwrap();
+                let end = End::finish(kept, ok, numbers(lease), now).with_messages(pushed);
                 let modelled = store::ends(config, &mut slots[key_of(who)], who, end);
                 prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
             }
@@ -309,6 +322,29 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
                 let modelled = store::reopens(config, slot, seen, Some(decision), reading);
                 prop_assert_eq!(modelled, found, "{:?}", step);
             }
+            Step::Replace(key) => {
+                let Some((found, seen)) = &sights[usize::from(key)] else { continue };
+                if seen.slot.result().is_none() {
+                    continue;
+                }
+                let finish = Finish::Completed(store::payload(store::REPLACED));
+                let decided = Decision::replace(&key_named(key), found, finish);
+                let found = Verdict::from(real.decide(&decided).await.unwrap());
+                let modelled = store::replaces(config, &mut slots[usize::from(key)], seen);
+                prop_assert_eq!(modelled, found, "{:?}", step);
+            }
+            Step::MarkSent(key, places) => {
+                let Some((found, sight)) = &sights[usize::from(key)] else { continue };
+                let Some((seen, mail)) = store::inspects(Some(sight.slot)) else { continue };
+                if sight.slot.result().is_none() {
+                    continue;
+                }
+                let left = Mail::of(mail.by, mail.places & places);
+                let decided = Decision::mark_sent(&key_named(key), found, store::messages(left));
+                let found = Verdict::from(real.decide(&decided).await.unwrap());
+                let modelled = store::marks_sent(config, &mut slots[usize::from(key)], seen, left, reading);
+                prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
+            }
             Step::Tick => {
                 clock.advance(TICK);
                 now += 1;
@@ -331,6 +367,18 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
     Ok(())
 }
 
+/// End of an attempt with its first `pushed` messages.
+fn finish((kept, ok): (ModelResult, bool), attempt: u8, pushed: u8) -> Finish {
+    let result = store::payload_with(kept, Mail::pushed(attempt, pushed), false);
+    if ok { Finish::Completed(result) } else { Finish::Failed(result) }
+}
+
+/// Messages that a finish records.
+fn recorded(finish: &Finish) -> Mail {
+    let owner = Record::first(&store::reserve(0, &Plan::default(), 1)).owner;
+    store::mail(&Record::new(owner, 1, State::Completed(finish.result().clone())))
+}
+
 fn key_named(key: u8) -> Key {
     Key::new("model", u32::from(key)).unwrap()
 }
@@ -351,6 +399,9 @@ enum Real {
     Append(Lease, Journal),
     Finish(Lease, Finish),
     Release(Lease, Release),
+    Inspect,
+    /// A decision that marks messages as sent.
+    Mark(Decision),
 }
 
 impl Real {
@@ -367,10 +418,20 @@ impl Real {
             (Self::Append(lease, journal), RequestKind::Append { attempt, journal: modelled, .. }) => {
                 numbers(lease).0 == attempt && entries(Some(journal)) == usize::from(modelled.len())
             }
-            (Self::Finish(lease, finish), RequestKind::Finish { ok, kept, attempt, .. }) => {
+            (Self::Finish(lease, finish), RequestKind::Finish { ok, kept, attempt, pushed, .. }) => {
+                let is_stored = |kept| matches!(kept, ModelResult::Stored(_));
                 numbers(lease).0 == attempt
                     && matches!(finish, Finish::Completed(_)) == ok
-                    && matches!(finish.result(), StoredResult::Encoded { .. }) == matches!(kept, ModelResult::Stored(_))
+                    && is_stored(store::kept(finish.result())) == is_stored(kept)
+                    && recorded(finish) == Mail::pushed(attempt, pushed)
+            }
+            (Self::Inspect, RequestKind::Inspect) => true,
+            (Self::Mark(decision), RequestKind::Mark { seen, left }) => {
+                let Decided::MarkSent(messages) = &decision.action else { return false };
+                let bodies = messages.iter().flat_map(|messages| messages.messages());
+                let sent: Vec<_> = bodies.map(|unsent| unsent.message().body().to_vec()).collect();
+                let expected = (0..MESSAGES).filter(|place| left.has(*place)).map(|place| vec![left.by, place]);
+                decision.seen.attempt() == u32::from(seen.attempt) && expected.eq(sent)
             }
             (Self::Release(_, release), RequestKind::Release(how)) => *release == how.release(),
             _ => false,
@@ -386,6 +447,8 @@ impl Real {
             Self::Append(lease, journal) => drop(store.append(lease, journal).await.unwrap()),
             Self::Finish(lease, finish) => drop(store.finish(lease, finish).await.unwrap()),
             Self::Release(lease, release) => drop(store.release(lease, *release).await.unwrap()),
+            Self::Inspect => {}
+            Self::Mark(decision) => drop(store.decide(decision).await.unwrap()),
         }
     }
 }
@@ -415,6 +478,35 @@ enum Fate {
     /// The store executes the request, and the answer is lost.
     DoneUnheard,
     Failed(StoreErrorKind),
+}
+
+/// Message that the engine sends, and the channel through which the trace confirms the message.
+#[derive(Debug)]
+struct EngineMessage {
+    body: Vec<u8>,
+    confirmed: oneshot::Sender<bool>,
+}
+
+/// Broker of the engine. The trace confirms each message, or reports an error.
+#[derive(Clone, Default, Debug)]
+struct ScriptedBroker(Arc<Mutex<Vec<EngineMessage>>>);
+
+impl Sender for ScriptedBroker {
+    fn send<'a>(&'a self, message: &'a OutgoingMessage) -> SendFuture<'a> {
+        Box::pin(async move {
+            let (confirmed, answer) = oneshot::channel();
+            self.0.lock().unwrap().push(EngineMessage { body: message.body().to_vec(), confirmed });
+            match answer.await {
+                Ok(true) => Ok(()),
+                _ => Err("failed by the trace".into()),
+            }
+        })
+    }
+
+    /// The model has no time limit for a message.
+    fn timeout(&self) -> Duration {
+        TTL
+    }
 }
 
 /// Store of the engine. The trace answers, delays or loses each request to this store.
@@ -450,7 +542,7 @@ impl Scripted {
 }
 
 impl Store for Scripted {
-    forward! { |store| store.inner => namespace, response_timeout, context, wait, inspect, decide, purge, list, ping }
+    forward! { |store| store.inner => namespace, response_timeout, context, wait, purge, list, ping }
 
     fn handle(&self) -> Arc<dyn Store> {
         Arc::new(self.clone())
@@ -484,6 +576,14 @@ impl Store for Scripted {
     fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
         self.ask(Real::Release(lease.clone(), release), async move { self.inner.release(lease, release).await })
     }
+
+    fn inspect<'a>(&'a self, key: &'a Key) -> StoreFuture<'a, Option<Inspection>> {
+        self.ask(Real::Inspect, async move { self.inner.inspect(key).await })
+    }
+
+    fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer> {
+        self.ask(Real::Mark(decision.clone()), async move { self.inner.decide(decision).await })
+    }
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -512,6 +612,7 @@ impl From<Error> for Failure {
             Error::LeaseLost { .. } => Some(Class::LeaseLost),
             Error::Unrecorded { .. } => Some(Class::Unrecorded),
             Error::Store { .. } => Some(Class::StoreFailed),
+            Error::Unsent { .. } => Some(Class::Unsent),
             Error::TimedOut { .. } => Some(Class::TimedOut),
             // The store replays another call's result, which the engine can't decode.
             Error::ResultUnavailable { .. } => Some(Class::Replayed),
@@ -567,6 +668,9 @@ struct Pair<'a> {
     main: Option<EngineRequest>,
     beat: Option<EngineRequest>,
     append: Option<EngineRequest>,
+    broker: ScriptedBroker,
+    /// Message that the engine is sending.
+    message: Option<EngineMessage>,
     faults: u8,
 }
 
@@ -621,6 +725,12 @@ enum Move {
     Drop,
     /// Lets the body return at its next poll.
     Return(bool),
+    /// The broker confirms a message.
+    Confirm,
+    /// A message arrives, and the broker does not confirm it.
+    Unconfirm,
+    /// A message never arrives.
+    LoseMessage,
     AnswerBeat,
     FailBeat,
     Arrive(usize),
@@ -630,15 +740,20 @@ enum Move {
     OtherBegins(CallId),
     OtherFinishes(CallId),
     OtherReleases(CallId),
-    /// An operator reopens the record.
+    /// An operator reopens the record, or discards its result.
     Reopen,
+    /// An operator replaces the result of the record.
+    Replace,
     Tick,
 }
 
 impl<'a> Pair<'a> {
     fn new(config: &'a Config, script: Script) -> Self {
         let clock = ManualClock::seeded(7);
-        let store = Scripted { inner: MemoryStore::options().clock(clock.clone()).build(), desk: Arc::default() };
+        let broker = ScriptedBroker::default();
+        let inner = MemoryStore::options().clock(clock.clone()).build().with_sender(broker.clone());
+        let store = Scripted { inner, desk: Arc::default() };
+        let apart = config.apart;
         let plan = config.plans[0];
         let operation = Operation::new(&store, Ok(key_named(plan.key)), policy(config, &plan));
         let (body, returned) = oneshot::channel();
@@ -665,6 +780,12 @@ impl<'a> Pair<'a> {
                     }
                     _ => described.run(async |_| Ok::<u8, Failure>(step)).await,
                 };
+            }
+            for place in 0..plan.messages {
+                let attempt = current().expect("inside of a handler");
+                let number = u8::try_from(attempt.number()).expect("few attempts");
+                let message = OutgoingMessage::new(vec![number, place]);
+                attempt.outbox().push(&store::destination(place, apart), message).expect("a small message");
             }
             match returned.await {
                 Ok(true) => Ok(7),
@@ -706,6 +827,8 @@ impl<'a> Pair<'a> {
             main: None,
             beat: None,
             append: None,
+            broker,
+            message: None,
             faults: 0,
         }
     }
@@ -771,7 +894,8 @@ impl<'a> Pair<'a> {
                 continue;
             }
             let asks = self.main.is_some() || pending_request(self.config, &self.world, 0).is_none();
-            if asks && self.append.is_some() == self.appends() {
+            let sends = matches!(self.phase(), Phase::Sending { .. }) == self.message.is_some();
+            if asks && sends && self.append.is_some() == self.appends() {
                 break;
             }
             let pause = self.clock.next_wake().filter(|pause| *pause < TICK / 2);
@@ -877,6 +1001,15 @@ impl<'a> Pair<'a> {
             prop_assert!(is, "asks for {:?}, the model for {:?}", asked.what, expected);
             self.main = Some(asked);
         }
+        for message in self.broker.0.lock().unwrap().drain(..) {
+            let phase = self.world.call(0).phase;
+            let expected = match phase {
+                Phase::Sending { post } => vec![post.mail.by, post.next],
+                _ => vec![],
+            };
+            prop_assert_eq!(&message.body, &expected, "sends a message, the model is in {:?}", phase);
+            self.message = Some(message);
+        }
         Ok(())
     }
 
@@ -888,6 +1021,8 @@ impl<'a> Pair<'a> {
                 | Phase::Confirming { .. }
                 | Phase::Marking { .. }
                 | Phase::GivingBack { .. }
+                | Phase::Inspecting { .. }
+                | Phase::MarkingSent { .. }
                 | Phase::Ending { .. }
         );
         if !self.appends() {
@@ -896,6 +1031,8 @@ impl<'a> Pair<'a> {
         // The engine and the model must both have a request under way, or both have none.
         prop_assert_eq!(self.main.is_some(), asks, "in {:?}", phase);
         prop_assert_eq!(self.append.is_some(), self.appends(), "the append in {:?}", phase);
+        let sends = matches!(phase, Phase::Sending { .. });
+        prop_assert_eq!(self.message.is_some(), sends, "the message in {:?}", phase);
         let told = match phase {
             Phase::Over(told) | Phase::Ending { late: Some(told), .. } => Some(told),
             _ => None,
@@ -924,9 +1061,10 @@ impl<'a> Pair<'a> {
         self.ran |= matches!(phase, Phase::Body { .. }) || told == Some(Class::Unprotected);
         let ran = self.ran;
         prop_assert_eq!(*self.started.lock().unwrap(), ran, "the body has started, in {:?}", phase);
-        let found = self.store.inspect(&key_named(0)).await.unwrap();
+        let found = self.store.inner.inspect(&key_named(0)).await.unwrap();
         // The records must be equal, except for the owner token of the engine's call, which the engine draws at random.
         let modelled = self.world.slots[0].map(|slot| slot.record(self.config.lease));
+        let is_stored = |result: &StoredResult| matches!(store::kept(result), ModelResult::Stored(_));
         let shown = |record: &Record| {
             // A token that the model makes is one repeated byte.
             let bytes = record.owner.as_bytes();
@@ -934,11 +1072,12 @@ impl<'a> Pair<'a> {
             let others = modelled && holder(bytes[0]) > 0;
             let state = match &record.state {
                 State::Pending { on_crash, begun, .. } => format!("pending {on_crash:?} {begun}"),
-                State::Completed(payload) => format!("completed {}", matches!(payload, StoredResult::Encoded { .. })),
-                State::Failed(payload) => format!("failed {}", matches!(payload, StoredResult::Encoded { .. })),
+                State::Completed(result) => format!("completed {}", is_stored(result)),
+                State::Failed(result) => format!("failed {}", is_stored(result)),
                 other => format!("{other:?}"),
             };
-            (others, record.attempt, record.attempts_used, state)
+            let mail = if record.is_finished() { store::mail(record) } else { Mail::NONE };
+            (others, record.attempt, record.attempts_used, state, mail)
         };
         let journaled = found.as_ref().map_or(0, |it| entries(it.record.journal.as_ref()));
         prop_assert_eq!(journaled, self.world.slots[0].map_or(0, |slot| slot.journal.len().into()), "entries");
@@ -953,6 +1092,12 @@ impl<'a> Pair<'a> {
             moves.extend([Move::Answer; 8]);
             if faulty {
                 moves.extend([Move::LoseAnswer, Move::LoseRequest, Move::TurnAway, Move::RefuseForGood]);
+            }
+        }
+        if self.message.is_some() {
+            moves.extend([Move::Confirm; 6]);
+            if faulty {
+                moves.extend([Move::Unconfirm, Move::LoseMessage, Move::LoseMessage]);
             }
         }
         // The body gets an answer only while it is polled.
@@ -1005,6 +1150,9 @@ impl<'a> Pair<'a> {
         if self.world.slots[0].is_some_and(|slot| !slot.is_pending() || slot.lapses_at <= self.world.now) {
             moves.push(Move::Reopen);
         }
+        if self.world.slots[0].is_some_and(|slot| slot.mail != Mail::NONE) {
+            moves.extend([Move::Replace, Move::Reopen]);
+        }
         moves
     }
 
@@ -1032,7 +1180,7 @@ impl<'a> Pair<'a> {
             }
             Move::LoseRequest => {
                 let request = pending_request(self.config, &self.world, 0).unwrap();
-                self.late.push((request, self.main.as_ref().unwrap().what.clone()));
+                self.keep(request, self.main.as_ref().unwrap().what.clone());
                 self.does(Action::GetsNoAnswer(0));
                 self.tell_main(Fate::Failed(StoreErrorKind::Unconfirmed));
                 self.faults += 1;
@@ -1080,8 +1228,9 @@ impl<'a> Pair<'a> {
             Move::Drop => {
                 let request = pending_request(self.config, &self.world, 0);
                 if let (Some(request), Some(asked)) = (request, self.main.take()) {
-                    self.late.push((request, asked.what));
+                    self.keep(request, asked.what);
                 }
+                self.message = None;
                 self.does(Action::IsDropped(0));
                 self.loses_values();
                 self.call = None;
@@ -1094,6 +1243,9 @@ impl<'a> Pair<'a> {
                 self.settles = Some(settled);
                 self.reconciler.take().unwrap().send(settled).unwrap();
             }
+            Move::Confirm => self.tell_message(Action::Sends(0)),
+            Move::Unconfirm => self.tell_message(Action::SendsUnconfirmed(0)),
+            Move::LoseMessage => self.tell_message(Action::SendsInVain(0)),
             // The trace answers the heartbeat, or lets it fail.
             Move::AnswerBeat => {
                 let beat = self.beat.take().unwrap();
@@ -1142,10 +1294,12 @@ impl<'a> Pair<'a> {
                 self.other(Request { who, token: who, ask }, &real).await;
             }
             Move::OtherFinishes(who) => {
-                let kept = ModelResult::Stored(who);
+                let (kept, pushed) = (ModelResult::Stored(who), self.config.plans[usize::from(who)].messages);
                 let lease = self.lease(who);
-                let ask = RequestKind::Finish { kept, ok: true, attempt: numbers(&lease).0, starts: 0 };
-                let real = Real::Finish(lease, Finish::Completed(store::payload(kept)));
+                let (attempt, _) = numbers(&lease);
+                let ask = RequestKind::Finish { kept, ok: true, attempt, starts: 0, pushed };
+                let result = store::payload_with(kept, Mail::pushed(attempt, pushed), self.config.apart);
+                let real = Real::Finish(lease, Finish::Completed(result));
                 self.other(Request { who, token: who, ask }, &real).await;
             }
             Move::OtherReleases(who) => {
@@ -1157,6 +1311,14 @@ impl<'a> Pair<'a> {
                 self.does(Action::Looks(0));
                 self.does(Action::Reopens(0));
                 let _ = self.store.inner.reopen(&key_named(0), attempt.into()).await.unwrap();
+            }
+            Move::Replace => {
+                self.does(Action::Looks(0));
+                self.does(Action::Replaces(0));
+                let (key, result) = (key_named(0), store::payload(store::REPLACED));
+                let found = self.store.inner.inspect(&key).await.unwrap().expect("a finished record");
+                let decision = Decision::replace(&key, &found, Finish::Completed(result));
+                let _ = self.store.inner.decide(&decision).await.unwrap();
             }
             Move::Tick => {
                 self.does(Action::Tick);
@@ -1182,6 +1344,19 @@ impl<'a> Pair<'a> {
     async fn other(&mut self, request: Request, real: &Real) {
         store_does(self.config, &mut self.world, request);
         real.arrives(&self.store.inner).await;
+    }
+
+    /// Keeps a request that arrives late, or never. A late read changes nothing.
+    fn keep(&mut self, request: Request, what: Real) {
+        if request.ask != RequestKind::Inspect {
+            self.late.push((request, what));
+        }
+    }
+
+    fn tell_message(&mut self, action: Action) {
+        self.does(action);
+        self.faults += u8::from(action != Action::Sends(0));
+        self.message.take().unwrap().confirmed.send(action == Action::Sends(0)).unwrap();
     }
 
     fn tell_append(&mut self, verdict: Fate) {
@@ -1231,49 +1406,57 @@ fn the_models_calls_agree_with_the_engine() {
     let end = prop_oneof![2 => Just(StepEnd::Value), 1 => Just(StepEnd::Error), 1 => Just(StepEnd::Doubtful)];
     let settled = prop_oneof![Just(Settled::Done), Just(Settled::NotDone), Just(Settled::Unknown)];
     let guarded = (reaction, end, settled);
-    let traces = (plan, guarded, any::<bool>(), proptest::collection::vec(any::<u8>(), 1..50));
-    many(6_000, &traces, |((switches, max_attempts, wait, timeout, steps), guarded, other_fails, choices)| {
-        let (reaction, end, settled) = guarded;
-        let ([fail, record_errors, too_large], open, shadow, asks, doubts) = switches;
-        let on_crash = |fail| if fail { OnCrash::Fail } else { OnCrash::Retry };
-        let plan = Plan {
-            on_crash: on_crash(fail || asks),
-            asks,
-            doubts,
-            record_errors,
-            open,
-            shadow,
-            too_large,
-            max_attempts,
-            wait,
-            timeout,
-            // A call in shadow mode journals nothing.
-            steps: if shadow { 0 } else { steps },
-            reaction,
-            ..Plan::default()
-        };
-        let other = Plan { on_crash: on_crash(other_fails), doubts, ..Plan::default() };
-        let config = Config::of(&[plan, other, Plan::default()]);
-        runtime.block_on(async {
-            let mut pair = Pair::new(&config, Script { end, settled });
-            pair.meet().await?;
-            let mut made = Vec::new();
-            // After each step the engine and the model must agree.
-            for choice in &choices {
-                let moves = pair.moves();
-                let it = moves[usize::from(*choice) % moves.len()];
-                made.push(it);
-                pair.make(it).await;
-                let met = pair.meet().await;
-                pair.note_stages(&mut stages.lock().unwrap());
-                met.map_err(|error| TestCaseError::fail(format!("after {made:?}: {error}")))?;
-            }
-            if let Phase::Over(class) = pair.phase() {
-                *told.lock().unwrap().entry(class).or_insert(0_u32) += 1;
-            }
-            Ok(())
-        })
-    });
+    let messages = (0..=MESSAGES, 0..=MESSAGES, any::<bool>());
+    let traces = (plan, guarded, any::<bool>(), messages, proptest::collection::vec(any::<u8>(), 1..50));
+    many(
+        6_000,
+        &traces,
+        |((switches, max_attempts, wait, timeout, steps), guarded, other_fails, messages, choices)| {
+            let (own, others, apart) = messages;
+            let (reaction, end, settled) = guarded;
+            let ([fail, record_errors, too_large], open, shadow, asks, doubts) = switches;
+            let on_crash = |fail| if fail { OnCrash::Fail } else { OnCrash::Retry };
+            let plan = Plan {
+                on_crash: on_crash(fail || asks),
+                asks,
+                doubts,
+                record_errors,
+                open,
+                shadow,
+                too_large,
+                max_attempts,
+                wait,
+                timeout,
+                // A call in shadow mode journals nothing.
+                steps: if shadow { 0 } else { steps },
+                reaction,
+                // The model leaves out messages that no record holds.
+                messages: if shadow || open { 0 } else { own },
+                ..Plan::default()
+            };
+            let other = Plan { on_crash: on_crash(other_fails), doubts, messages: others, ..Plan::default() };
+            let config = Config { apart, ..Config::of(&[plan, other, Plan::default()]) };
+            runtime.block_on(async {
+                let mut pair = Pair::new(&config, Script { end, settled });
+                pair.meet().await?;
+                let mut made = Vec::new();
+                // After each step the engine and the model must agree.
+                for choice in &choices {
+                    let moves = pair.moves();
+                    let it = moves[usize::from(*choice) % moves.len()];
+                    made.push(it);
+                    pair.make(it).await;
+                    let met = pair.meet().await;
+                    pair.note_stages(&mut stages.lock().unwrap());
+                    met.map_err(|error| TestCaseError::fail(format!("after {made:?}: {error}")))?;
+                }
+                if let Phase::Over(class) = pair.phase() {
+                    *told.lock().unwrap().entry(class).or_insert(0_u32) += 1;
+                }
+                Ok(())
+            })
+        },
+    );
     let stages = stages.into_inner().unwrap();
     println!("stages of steps, and endings of steps in doubt: {stages:?}");
     for seen in ["begins", "begins again", "undone", "interrupts", "reconciled"] {
@@ -1291,6 +1474,7 @@ fn the_models_calls_agree_with_the_engine() {
         Class::Unrecorded,
         Class::TimedOut,
         Class::Unresolved,
+        Class::Unsent,
     ] {
         assert!(told.contains_key(&class), "no trace ends with {class:?}");
     }
@@ -1405,12 +1589,13 @@ fn the_models_store_agrees_with_dynamodb_if_clocks_differ() {
                         let modelled = store::appends(&config, &mut slots[slot(who)], who, appended, reading(who));
                         prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
                     }
-                    Step::Finish(who, ok, large) => {
+                    Step::Finish(who, ok, large, pushed) => {
                         let at = usize::from(who);
                         let kept = if large { ModelResult::TooLarge(who) } else { ModelResult::Stored(who) };
-                        let finish = if ok { Finish::Completed } else { Finish::Failed }(store::payload(kept));
+                        let numbers = numbers(&grants[at].lease);
+                        let finish = finish((kept, ok), numbers.0, pushed);
                         let found = stores[at].finish(&grants[at].lease, &finish).await.unwrap();
-                        let end = End::finish(kept, ok, numbers(&grants[at].lease), now);
+                        let end = End::finish(kept, ok, numbers, now).with_messages(pushed);
                         let modelled = store::ends(&config, &mut slots[slot(who)], who, end);
                         prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
                     }
@@ -1420,7 +1605,7 @@ fn the_models_store_agrees_with_dynamodb_if_clocks_differ() {
                         let modelled = store::ends(&config, &mut slots[slot(who)], who, End::release(how, now));
                         prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
                     }
-                    Step::Reopen(..) | Step::Look(_) | Step::Decide(..) => {}
+                    Step::Reopen(..) | Step::Look(_) | Step::Decide(..) | Step::Replace(_) | Step::MarkSent(..) => {}
                     Step::Tick => now += 1,
                 }
             }
