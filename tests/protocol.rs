@@ -10,14 +10,16 @@
 //!   the same owner token, or gives it up and releases it. A body runs, returns, is dropped, dies, or is stopped by its
 //!   heartbeat. The first step of a body may journal its beginning (`fail`, `reconcile`); its body ends with a value, a
 //!   certain error or an uncertain one, and its reconciler may give each answer. A completion is repeated while the
-//!   lease can be held. If a call is dropped, a task writes the end of its attempt afterwards. A call counts its lease
-//!   from the time of its request.
+//!   lease can be held. After it, the call sends the messages of its body, and marks those that the broker has
+//!   confirmed. A later call sends the messages that are not marked, before it replays the result. If a call is
+//!   dropped, a task writes the end of its attempt afterwards. A call counts its lease from the time of its request.
 //! - *The network*: requests and answers arrive once, late, twice or never, in any order. A call without an answer
 //!   continues, and its request may arrive long after the call has ended.
+//! - *The broker* (messages of bodies): a message arrives and is confirmed, arrives without a confirmation, or is lost.
 //! - *Time*: a small clock, which may tick between any two steps, so that a lease may lapse at any time. If the store
 //!   has no clock, each call has a clock that is ahead of true time and is read in whole ticks.
 //! - *The world*: processes die, calls are dropped, the store restarts, retentions end, and operators inspect records
-//!   and later reopen them or decide about their steps.
+//!   and later reopen them, discard or replace their results, or decide about their steps.
 //!
 //! Random traces compare the parts that do not share the runtime's code with it (`protocol/traces.rs`): the model's
 //! store with the memory store, and with DynamoDB if clocks differ; the model's calls with the engine's calls, request
@@ -30,8 +32,8 @@
 //! polled. A dropped store call is a store call without an answer. Owner tokens are distinct by construction. A
 //! call that does not wait tries a reservation at most twice; with refusals and in random traces it tries at most three
 //! times, as in the engine. No body makes a nested call with its own key, no body runs one step twice, and at most one
-//! step of a body journals its beginning. Calls in mode `off` and calls
-//! without a key are left out, because they make no store call.
+//! step of a body journals its beginning. Calls in mode `off` and calls without a key are left out, because they make
+//! no store call. `protocol/README.md` lists the omissions that concern messages of bodies.
 //!
 //! # Failures and reruns
 //!

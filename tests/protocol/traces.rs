@@ -837,7 +837,23 @@ impl<'a> Pair<'a> {
         self.world.call(0).phase
     }
 
-    /// Counts what the step of the model's call is doing.
+    /// Makes one of the possible steps for each of `choices`. After each step the engine and the model must agree.
+    async fn follows(&mut self, choices: &[u8], note: impl Fn(&Self)) -> Result<(), TestCaseError> {
+        self.meet().await?;
+        let mut made = Vec::new();
+        for choice in choices {
+            let moves = self.moves();
+            let it = moves[usize::from(*choice) % moves.len()];
+            made.push(it);
+            self.make(it).await;
+            let met = self.meet().await;
+            note(self);
+            met.map_err(|error| TestCaseError::fail(format!("after {made:?}: {error}")))?;
+        }
+        Ok(())
+    }
+
+    /// Counts what the step and the messages of the model's call are doing.
     fn note_stages(&self, seen: &mut BTreeMap<&'static str, u32>) {
         let steps = self.world.call(0).steps;
         let last = steps.journal.latest(GUARDED).map(|entry| entry.progress);
@@ -851,7 +867,19 @@ impl<'a> Pair<'a> {
             (steps.interrupts || (ends && self.config.plans[0].reaction == Reaction::Fail), "interrupts"),
             (other && last == Some(Progress::Ended), "reconciled"),
         ];
-        for (_, what) in facts.into_iter().filter(|(is, _)| *is) {
+        let slot = self.world.slots[0];
+        let messages = match self.phase() {
+            Phase::Sending { post } => {
+                [(post.ran, "sends"), (!post.ran, "sends for another"), (post.blocked > 0, "goes past a failure")]
+            }
+            Phase::MarkingSent { post, .. } => [
+                (post.left() == Mail::NONE, "marks all"),
+                (post.left() != Mail::NONE, "marks a part"),
+                (slot.is_some_and(|slot| slot.decisions > post.seen.decisions), "replaced"),
+            ],
+            _ => [(false, ""); 3],
+        };
+        for (_, what) in facts.into_iter().chain(messages).filter(|(is, _)| *is) {
             *seen.entry(what).or_default() += 1;
         }
     }
@@ -1408,59 +1436,45 @@ fn the_models_calls_agree_with_the_engine() {
     let guarded = (reaction, end, settled);
     let messages = (0..=MESSAGES, 0..=MESSAGES, any::<bool>());
     let traces = (plan, guarded, any::<bool>(), messages, proptest::collection::vec(any::<u8>(), 1..50));
-    many(
-        6_000,
-        &traces,
-        |((switches, max_attempts, wait, timeout, steps), guarded, other_fails, messages, choices)| {
-            let (own, others, apart) = messages;
-            let (reaction, end, settled) = guarded;
-            let ([fail, record_errors, too_large], open, shadow, asks, doubts) = switches;
-            let on_crash = |fail| if fail { OnCrash::Fail } else { OnCrash::Retry };
-            let plan = Plan {
-                on_crash: on_crash(fail || asks),
-                asks,
-                doubts,
-                record_errors,
-                open,
-                shadow,
-                too_large,
-                max_attempts,
-                wait,
-                timeout,
-                // A call in shadow mode journals nothing.
-                steps: if shadow { 0 } else { steps },
-                reaction,
-                // The model leaves out messages that no record holds.
-                messages: if shadow || open { 0 } else { own },
-                ..Plan::default()
-            };
-            let other = Plan { on_crash: on_crash(other_fails), doubts, messages: others, ..Plan::default() };
-            let config = Config { apart, ..Config::of(&[plan, other, Plan::default()]) };
-            runtime.block_on(async {
-                let mut pair = Pair::new(&config, Script { end, settled });
-                pair.meet().await?;
-                let mut made = Vec::new();
-                // After each step the engine and the model must agree.
-                for choice in &choices {
-                    let moves = pair.moves();
-                    let it = moves[usize::from(*choice) % moves.len()];
-                    made.push(it);
-                    pair.make(it).await;
-                    let met = pair.meet().await;
-                    pair.note_stages(&mut stages.lock().unwrap());
-                    met.map_err(|error| TestCaseError::fail(format!("after {made:?}: {error}")))?;
-                }
-                if let Phase::Over(class) = pair.phase() {
-                    *told.lock().unwrap().entry(class).or_insert(0_u32) += 1;
-                }
-                Ok(())
-            })
-        },
-    );
+    many(6_000, &traces, |(plan, guarded, other_fails, (own, others, apart), choices)| {
+        let (switches, max_attempts, wait, timeout, steps) = plan;
+        let (reaction, end, settled) = guarded;
+        let ([fail, record_errors, too_large], open, shadow, asks, doubts) = switches;
+        let on_crash = |fail| if fail { OnCrash::Fail } else { OnCrash::Retry };
+        let plan = Plan {
+            on_crash: on_crash(fail || asks),
+            asks,
+            doubts,
+            record_errors,
+            open,
+            shadow,
+            too_large,
+            max_attempts,
+            wait,
+            timeout,
+            // A call in shadow mode journals nothing.
+            steps: if shadow { 0 } else { steps },
+            reaction,
+            // The model leaves out messages that no record holds.
+            messages: if shadow || open { 0 } else { own },
+            ..Plan::default()
+        };
+        let other = Plan { on_crash: on_crash(other_fails), doubts, messages: others, ..Plan::default() };
+        let config = Config { apart, ..Config::of(&[plan, other, Plan::default()]) };
+        let mut pair = Pair::new(&config, Script { end, settled });
+        let note = |pair: &Pair<'_>| pair.note_stages(&mut stages.lock().unwrap());
+        runtime.block_on(pair.follows(&choices, note))?;
+        if let Phase::Over(class) = pair.phase() {
+            *told.lock().unwrap().entry(class).or_insert(0_u32) += 1;
+        }
+        Ok(())
+    });
     let stages = stages.into_inner().unwrap();
-    println!("stages of steps, and endings of steps in doubt: {stages:?}");
-    for seen in ["begins", "begins again", "undone", "interrupts", "reconciled"] {
-        assert!(stages.contains_key(seen), "no trace has a step of this kind: {seen}");
+    println!("stages of steps and messages, and endings of steps in doubt: {stages:?}");
+    let of_steps = ["begins", "begins again", "undone", "interrupts", "reconciled"];
+    let of_messages = ["sends", "sends for another", "goes past a failure", "marks all", "marks a part", "replaced"];
+    for seen in of_steps.into_iter().chain(of_messages) {
+        assert!(stages.contains_key(seen), "no trace has this stage: {seen}");
     }
     let told = told.into_inner().unwrap();
     println!("answers to the callers: {told:?}");
@@ -1477,6 +1491,30 @@ fn the_models_calls_agree_with_the_engine() {
         Class::Unsent,
     ] {
         assert!(told.contains_key(&class), "no trace ends with {class:?}");
+    }
+}
+
+/// The comparison must fail if the model's call sends messages differently.
+#[test]
+fn a_model_that_sends_messages_differently_disagrees_with_the_engine() {
+    let runtime = runtime();
+    for mutant in [
+        Mutant::SendsAfterLoss,
+        Mutant::SendsPastFailure,
+        Mutant::ShortenedDropsMessages,
+        Mutant::UnsentIsOk,
+        Mutant::UnsentReplayed,
+        Mutant::WaiterReplaysUnsent,
+    ] {
+        let runner = Runner { cases: 20_000, max_shrink_iters: 0, failure_persistence: None, ..Runner::default() };
+        let choices = proptest::collection::vec(any::<u8>(), 1..50);
+        let result = TestRunner::new(runner).run(&choices, |choices| {
+            let plan = Plan { messages: MESSAGES, wait: Some(3), ..Plan::default() };
+            let config = Config::of(&[plan, plan]).with(mutant);
+            let mut pair = Pair::new(&config, Script { end: StepEnd::Value, settled: Settled::Unknown });
+            runtime.block_on(pair.follows(&choices, |_| ()))
+        });
+        assert!(result.is_err(), "{mutant:?} makes no difference");
     }
 }
 
