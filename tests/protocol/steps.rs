@@ -1114,12 +1114,11 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: CallId, answer: Ans
             world.call_mut(who).phase = Phase::Inspecting { attempt, line: Line::Sent };
         }
         (Phase::Inspecting { attempt, .. }, Answer::Found(found)) => match found {
-            // Another call has marked the messages, or an operator has discarded the result.
-            Some((seen, Mail::NONE)) if seen.attempt == attempt => reserve_anew(config, world, who),
-            Some((seen, mail)) if seen.attempt == attempt => {
+            Some((seen, mail)) if seen.attempt == attempt && mail != Mail::NONE => {
                 begins_sending(config, world, who, Post::new(seen, mail, false));
             }
-            _ => over(config, world, who, Class::Unsent),
+            // Another call has marked the messages, or an operator has discarded the result.
+            _ => reserve_anew(config, world, who),
         },
         (Phase::MarkingSent { post, .. }, Answer::Write(done)) => {
             let is_sent = done == Done::Done && post.left() == Mail::NONE;
