@@ -1,6 +1,7 @@
 //! Parts that the examples share: the command line, the orders, the faults, the table at the end, and claims.
 //!
-//! This module does not use the idempotency library: each example uses it in its own file.
+//! This module does not use the idempotency library: each example uses it in its own file. `senders` implements a trait
+//! of the library.
 
 #[cfg(feature = "rmcp")]
 pub mod agent;
@@ -31,6 +32,8 @@ pub mod rabbitmq;
 #[cfg(feature = "redis")]
 pub mod redis_streams;
 mod report;
+#[cfg(any(feature = "kafka", feature = "nats", feature = "rabbitmq", feature = "sqs"))]
+pub mod senders;
 #[cfg(feature = "fleet")]
 pub mod servers;
 #[cfg(feature = "fulfilment")]
