@@ -3,7 +3,7 @@
 //!
 //! ```sh
 //! cargo run --example outbox --features outbox
-//! cargo run --example outbox --features outbox -- 300
+//! cargo run --example outbox --features outbox -- 300 --outages
 //! cargo run --example outbox --features outbox -- --without-outbox
 //! ```
 //!
@@ -17,9 +17,11 @@
 //! - A worker that dies between sending and marking sends again, under the same id. JetStream drops these duplicates by
 //!   their `Nats-Msg-Id`. RabbitMQ keeps them, and its consumers recognise the `message_id`.
 //!
-//! The first number is the number of kills. An argument after it is another store: a file of SQLite (default: a new
-//! one), or the URL of a Redis, with the feature `redis`. With `--without-outbox` the handler publishes in its body, and
-//! the exit status is 1: messages of declined orders arrive, and duplicates have other ids and other payments.
+//! The first argument is the number of kills. The second is another store: a file of SQLite (default: a new one), or the
+//! URL of a Redis, with the feature `redis`. With `--outages` the example kills each broker once, too.
+//!
+//! With `--without-outbox` the handler publishes in its body, and the exit status is 1: messages of declined orders
+//! arrive, and duplicates have other ids and other payments.
 #![allow(clippy::disallowed_methods, reason = "a worker waits for its orders")]
 
 #[path = "outbox/audit.rs"]
@@ -34,7 +36,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use async_nats::jetstream;
+use async_nats::{ConnectOptions, jetstream};
 use idem_examples::Claims;
 use idem_examples::senders::{JetStreamSender, RabbitMqSender};
 use idem_runtime::outbox::{OutgoingMessage, SendError, SendFuture, Sender};
@@ -140,7 +142,10 @@ enum Broker {
 impl Broker {
     async fn connect(url: &str) -> Result<Self, Failure> {
         Ok(match url.starts_with("nats") {
-            true => Self::JetStream(JetStreamSender::new(jetstream::new(async_nats::connect(url).await?))),
+            true => {
+                let client = ConnectOptions::new().retry_on_initial_connect().connect(url).await?;
+                Self::JetStream(JetStreamSender::new(jetstream::new(client)))
+            }
             false => Self::RabbitMq(RabbitMqSender::new(url)),
         })
     }
@@ -240,10 +245,14 @@ async fn main() -> ExitCode {
     let result = match words.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["worker", worker, run, url, store, form] => work(worker, [run, url, store, form]).await,
         ref words => {
-            let has_outbox = !words.contains(&"--without-outbox");
-            let mut words = words.iter().copied().filter(|word| *word != "--without-outbox");
+            let (has_outbox, has_outages) = (!words.contains(&"--without-outbox"), words.contains(&"--outages"));
+            let is_option = |word: &&str| ["--without-outbox", "--outages"].contains(word);
+            let mut words = words.iter().copied().filter(|word| !is_option(word));
             match words.next().map_or(Ok(20), str::parse) {
-                Ok(kills) => kills::run(Settings { kills, store: words.next(), has_outbox }, &mut claims).await,
+                Ok(kills) => {
+                    let settings = Settings { kills, store: words.next(), has_outbox, has_outages };
+                    kills::run(settings, &mut claims).await
+                }
                 Err(_) => Err("the first argument is the number of kills".into()),
             }
         }

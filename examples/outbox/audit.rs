@@ -9,7 +9,7 @@ use futures::StreamExt as _;
 use idem_examples::Claims;
 use lapin::options::{BasicGetOptions, QueueDeclareOptions};
 use lapin::types::FieldTable;
-use lapin::{Channel, Connection, ConnectionProperties};
+use lapin::{Connection, ConnectionProperties};
 use tokio::time::{Instant, sleep};
 
 use crate::kills::End;
@@ -51,8 +51,8 @@ pub(crate) enum AuditedBroker {
         client: async_nats::Client,
         received: Arc<Mutex<Vec<Message>>>,
     },
-    /// The connection is kept open for its channel.
-    RabbitMq(Connection, Channel),
+    /// URL of the server.
+    RabbitMq(String),
 }
 
 impl AuditedBroker {
@@ -78,18 +78,13 @@ impl AuditedBroker {
 
     /// Creates the queues, once the server has started.
     pub(crate) async fn rabbitmq(url: &str) -> Result<Self, Failure> {
-        let began = Instant::now();
-        let connection = loop {
-            match Connection::connect(url, ConnectionProperties::default()).await {
-                Err(_) if began.elapsed() < START => sleep(Duration::from_millis(100)).await,
-                connected => break connected?,
-            }
-        };
+        let connection = connect(url).await?;
         let channel = connection.create_channel().await?;
         for queue in [PAID, LETTERS] {
             channel.queue_declare(queue.into(), QueueDeclareOptions::durable(), FieldTable::default()).await?;
         }
-        Ok(Self::RabbitMq(connection, channel))
+        connection.close(200, "created".into()).await?;
+        Ok(Self::RabbitMq(url.to_owned()))
     }
 
     /// Reads all messages, after the workers have ended.
@@ -105,10 +100,15 @@ impl AuditedBroker {
                 // The server answers in order, so the subscription has got everything by then.
                 client.flush().await?;
                 sleep(Duration::from_millis(200)).await;
-                let received = std::mem::take(&mut *received.lock().unwrap_or_else(PoisonError::into_inner));
+                let mut received = std::mem::take(&mut *received.lock().unwrap_or_else(PoisonError::into_inner));
+                // The subscriber misses messages while it connects to a server that was killed.
+                let seen: BTreeSet<_> = received.iter().cloned().collect();
+                received.extend(kept.iter().filter(|message| !seen.contains(message)).cloned());
                 Ok(Messages { received, kept, counted: state.messages, drops_duplicates: true })
             }
-            Self::RabbitMq(connection, channel) => {
+            Self::RabbitMq(url) => {
+                let connection = connect(&url).await?;
+                let channel = connection.create_channel().await?;
                 let (mut kept, mut counted) = (Vec::new(), 0);
                 for queue in [PAID, LETTERS] {
                     let passive = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::durable() };
@@ -124,6 +124,17 @@ impl AuditedBroker {
                 connection.close(200, "audited".into()).await?;
                 Ok(Messages { received: kept.clone(), kept, counted, drops_duplicates: false })
             }
+        }
+    }
+}
+
+/// Connects to RabbitMQ, once the server has started.
+async fn connect(url: &str) -> Result<Connection, lapin::Error> {
+    let began = Instant::now();
+    loop {
+        match Connection::connect(url, ConnectionProperties::default()).await {
+            Err(_) if began.elapsed() < START => sleep(Duration::from_millis(100)).await,
+            connected => return connected,
         }
     }
 }

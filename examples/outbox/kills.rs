@@ -13,7 +13,7 @@ use idem_examples::senders::RabbitMqSender;
 use idem_examples::servers::{Server, ServerProcess};
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use crate::Failure;
 use crate::audit::{self, AuditedBroker};
@@ -27,6 +27,8 @@ const LIFE_MS: u64 = 250;
 /// Time limit of a run, in addition to a second for each kill.
 const LIMIT: Duration = Duration::from_secs(120);
 const WORKERS: usize = 2;
+/// Time between the kill of a broker and its next start.
+const OUTAGE: Duration = Duration::from_secs(1);
 
 /// End of an order, as its worker has acknowledged it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -41,7 +43,7 @@ struct Orders {
     next: u64,
     open: BTreeSet<u64>,
     ended: BTreeMap<u64, End>,
-    /// Number of workers that are yet to be killed. New orders come until it is 0.
+    /// Number of tasks with kills still to do. New orders come until it is 0.
     busy: usize,
     wrong: Vec<String>,
 }
@@ -120,6 +122,24 @@ impl Run<'_> {
         if status.success() { Ok(()) } else { Err(format!("a worker has ended: {status}").into()) }
     }
 
+    /// Kills the broker while the workers publish, starts it again, and waits until the workers publish again.
+    async fn break_broker(&self, server: &mut ServerProcess) -> Result<(), Failure> {
+        self.until_ended(OPEN).await;
+        server.kill()?;
+        sleep(OUTAGE).await;
+        tokio::task::block_in_place(|| server.start())?;
+        let ended = self.orders().ended.len();
+        self.until_ended(ended + 3 * OPEN).await;
+        self.orders().busy -= 1;
+        Ok(())
+    }
+
+    async fn until_ended(&self, orders: usize) {
+        while self.orders().ended.len() < orders {
+            sleep(Duration::from_millis(10)).await;
+        }
+    }
+
     /// Starts a worker, and waits until it is ready for orders.
     async fn worker(&self, worker: &str) -> Result<Worker<'_>, Failure> {
         let form = if self.has_outbox { "outbox" } else { "direct" };
@@ -178,6 +198,8 @@ pub(crate) struct Settings<'a> {
     /// File or URL of a store; `None` for a new file.
     pub(crate) store: Option<&'a str>,
     pub(crate) has_outbox: bool,
+    /// True if each broker is killed once, too.
+    pub(crate) has_outages: bool,
 }
 
 /// Kills workers with one broker after the other, and audits the messages.
@@ -192,37 +214,39 @@ pub(crate) async fn run(settings: Settings<'_>, claims: &mut Claims) -> Result<(
 }
 
 async fn run_brokers(settings: Settings<'_>, folder: &Path, claims: &mut Claims) -> Result<(), Failure> {
-    let nats = ServerProcess::nats(&folder.join("nats"))?;
+    let mut nats = ServerProcess::nats(&folder.join("nats"))?;
     let broker = AuditedBroker::jetstream(&nats.url()).await?;
-    run_broker(broker, "JetStream", nats.url(), settings, claims).await?;
+    run_broker(broker, "JetStream", &mut nats, settings, claims).await?;
     drop(nats);
-    let rabbitmq = ServerProcess::rabbitmq(&folder.join("rabbitmq"))?;
+    let mut rabbitmq = ServerProcess::rabbitmq(&folder.join("rabbitmq"))?;
     let broker = AuditedBroker::rabbitmq(&rabbitmq.url()).await?;
     let sender = RabbitMqSender::new(&rabbitmq.url());
     let refused = sender.publish("orders.nowhere", "id", b"", std::iter::empty()).await;
     claims.check("RabbitMQ refuses a message for no queue", refused.is_err_and(|error| error.is_refused()));
-    run_broker(broker, "RabbitMQ", rabbitmq.url(), settings, claims).await
+    run_broker(broker, "RabbitMQ", &mut rabbitmq, settings, claims).await
 }
 
 async fn run_broker(
     broker: AuditedBroker,
     title: &str,
-    url: String,
+    server: &mut ServerProcess,
     settings: Settings<'_>,
     claims: &mut Claims,
 ) -> Result<(), Failure> {
-    let Settings { kills, store, has_outbox } = settings;
+    let Settings { kills, store, has_outbox, has_outages } = settings;
     let began = Instant::now();
-    let orders = Mutex::new(Orders { busy: WORKERS, ..Orders::default() });
+    let orders = Mutex::new(Orders { busy: WORKERS + usize::from(has_outages), ..Orders::default() });
     let name = format!("{title}-{}", std::process::id());
-    let run = Run { name, url, store: store.unwrap_or_default(), has_outbox, orders };
+    let run = Run { name, url: server.url(), store: store.unwrap_or_default(), has_outbox, orders };
     let each = kills / WORKERS;
     let limit = LIMIT + Duration::from_secs(kills as u64);
-    let both = async { tokio::try_join!(run.kill(0, each), run.kill(1, kills - each)) };
-    timeout(limit, both).await.map_err(|_| format!("the orders are not done after {limit:?}"))??;
+    let outage = async { if has_outages { run.break_broker(server).await } else { Ok(()) } };
+    let all = async { tokio::try_join!(run.kill(0, each), run.kill(1, kills - each), outage) };
+    timeout(limit, all).await.map_err(|_| format!("the orders are not done after {limit:?}"))??;
     let orders = run.orders.into_inner().unwrap_or_else(PoisonError::into_inner);
     let form = if has_outbox { "with" } else { "without" };
-    println!("{title}, {form} an outbox: {kills} kills in {:.0?}", began.elapsed());
+    let outage = if has_outages { " and a kill of the broker" } else { "" };
+    println!("{title}, {form} an outbox: {kills} kills{outage} in {:.0?}", began.elapsed());
     for wrong in &orders.wrong {
         println!("  {wrong}");
     }
