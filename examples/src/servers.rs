@@ -155,11 +155,17 @@ impl Server for ServerProcess {
 impl Drop for ServerProcess {
     fn drop(&mut self) {
         let _ = self.kill();
-        // RabbitMQ's `epmd`, which maps the names of nodes to ports, is a separate process.
+        // RabbitMQ's `epmd`, which maps the names of nodes to ports, is a separate process. It refuses to end until it
+        // has noticed the end of its node.
         if self.scheme.starts_with("amqp") {
-            let mut end = Command::new("epmd");
-            end.arg("-kill").env("ERL_EPMD_PORT", (self.port + 2).to_string());
-            let _ = end.stdout(Stdio::null()).stderr(Stdio::null()).status();
+            for _ in 0..100 {
+                let mut end = Command::new("epmd");
+                end.arg("-kill").env("ERL_EPMD_PORT", (self.port + 2).to_string());
+                match end.stdout(Stdio::null()).stderr(Stdio::null()).status() {
+                    Ok(status) if !status.success() => thread::sleep(LOOK),
+                    _ => break,
+                }
+            }
         }
     }
 }
