@@ -419,6 +419,17 @@ impl Error {
         }
     }
 
+    /// Returns whether the broker of the messages is away: it did not confirm a message, and did not refuse it.
+    pub(crate) fn is_broker_outage(&self) -> bool {
+        match self {
+            Self::Unsent { reason, .. } => matches!(
+                **reason,
+                UnsentReason::NotConfirmed { refused: false, .. } | UnsentReason::TimedOut { .. } | UnsentReason::Sending
+            ),
+            _ => false,
+        }
+    }
+
     /// Returns the error of the store, if the store caused this error.
     pub(crate) fn store_error(&self) -> Option<&StoreError> {
         match self {

@@ -92,6 +92,7 @@ impl Attempt {
         Self::within(store, lease, reserved_at, backoff, None)
     }
 
+    #[inline]
     fn within(
         store: Arc<dyn Store>,
         lease: Lease,

@@ -508,6 +508,7 @@ fn note_return(seen: &mut ObservedCall, doubt: DoubtStage, step: Option<Duration
 ///
 /// # Errors
 /// Error that the call returns in place of the result of its body.
+#[inline]
 fn note_end(
     seen: &mut ObservedCall,
     facts: &mut Facts,

@@ -54,12 +54,16 @@ pub(super) struct EndingAttempt {
 impl EndingAttempt {
     /// Sets the ending that is written if the encoding of the result panics. A body that has succeeded must not run
     /// again, and its messages leave without the result, too.
+    #[inline]
     pub(super) fn unencoded(&mut self, is_ok: bool) {
+        // A further message would not be part of the end.
+        let messages = if self.held.sends() { self.held.seal_messages() } else { None };
         if is_ok {
             let unencodable = AttemptEnd::Finish(Finish::Completed(StoredResult::Unencodable));
-            self.ending = Some(self.held.with_journal_and_messages(unencodable));
-        } else {
-            self.held.seal_messages();
+            self.ending = Some(match messages.filter(|_| self.held.enforced) {
+                Some(messages) => unencodable.with_messages(&messages),
+                None => unencodable,
+            });
         }
     }
 
@@ -233,12 +237,17 @@ impl HeldAttempt {
 
     /// Returns `end` with the journal beside its result, if the policy of the steps keeps the journal, and with the
     /// messages that the body has pushed.
+    #[inline]
     pub(super) fn with_journal_and_messages(&self, end: AttemptEnd) -> AttemptEnd {
-        let messages = if self.enforced { self.seal_messages() } else { None };
-        let kept = match self.notes.journaled || self.journal.is_some() {
-            true => self.step_journal().and_then(|journal| journal.kept()),
-            false => None,
-        };
+        let is_journaled = self.notes.journaled || self.journal.is_some();
+        let sends = self.enforced && self.sends();
+        if is_journaled || sends { self.beside_result(end, is_journaled, sends) } else { end }
+    }
+
+    #[cold]
+    fn beside_result(&self, end: AttemptEnd, is_journaled: bool, sends: bool) -> AttemptEnd {
+        let kept = if is_journaled { self.step_journal().and_then(|journal| journal.kept()) } else { None };
+        let messages = if sends { self.seal_messages() } else { None };
         let end = match kept {
             Some(kept) => end.with_journal(&kept),
             None => end,
@@ -249,10 +258,16 @@ impl HeldAttempt {
         }
     }
 
+    /// Returns whether the body may push messages.
+    #[inline]
+    fn sends(&self) -> bool {
+        self.attempt().store.context().sender().is_some()
+    }
+
     /// Accepts no further message, and returns those that the body has pushed; `None` if there are none.
     pub(super) fn seal_messages(&self) -> Option<UnsentMessages> {
         let Attempt { store, lease, .. } = self.attempt();
-        store.context().sender().and_then(|_| store.context().leases().seal_messages(lease.owner))
+        store.context().leases().seal_messages(lease.owner)
     }
 
     /// Ends the renewals of an attempt whose end is recorded. Returns the attempt.

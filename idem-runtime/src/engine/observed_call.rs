@@ -115,7 +115,8 @@ pub(crate) struct ErrorFacts {
 impl ErrorFacts {
     pub(crate) fn of(error: &Error) -> Self {
         // An unreadable record is an answer of the store, so the store did not fail.
-        let store_failed = error.store_error().is_some_and(|source| source.kind() != StoreErrorKind::Corrupt);
+        let store_failed = error.store_error().is_some_and(|source| source.kind() != StoreErrorKind::Corrupt)
+            || error.is_broker_outage();
         Self { disposition: error.disposition(), misconfigured: error.is_misconfigured(), store_failed }
     }
 }

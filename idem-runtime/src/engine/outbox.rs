@@ -149,7 +149,7 @@ type SendTask = Pin<Box<dyn Future<Output = Result<(), Error>> + Send>>;
 
 /// Returns whether a finished record holds messages that are to be sent.
 pub(super) fn has_unsent(state: &State) -> bool {
-    match state.result().and_then(StoredResult::messages) {
+    match state.result().filter(|result| result.has_messages()).and_then(StoredResult::messages) {
         Some(Ok((_, messages))) => messages.has_sendable(),
         // The call then reports the damage.
         Some(Err(_)) => true,
@@ -187,12 +187,19 @@ pub(super) enum OutgoingMessages {
 }
 
 /// Returns the messages that leave now: `written` is the answer to the write of the end.
+#[inline]
 pub(super) fn outgoing(attempt: &EndingAttempt, written: &Result<Verdict, StoreError>) -> Option<OutgoingMessages> {
-    let Some(AttemptEnd::Finish(finish @ Finish::Completed(_))) = &attempt.ending else { return None };
-    if !attempt.held.enforced {
-        return attempt.held.seal_messages().map(OutgoingMessages::Unrecorded);
+    let Some(AttemptEnd::Finish(Finish::Completed(result))) = &attempt.ending else { return None };
+    match attempt.held.enforced {
+        true if !result.has_messages() => None,
+        true => recorded(result, written),
+        false => attempt.held.seal_messages().map(OutgoingMessages::Unrecorded),
     }
-    match (written, finish.result().messages()) {
+}
+
+#[cold]
+fn recorded(result: &StoredResult, written: &Result<Verdict, StoreError>) -> Option<OutgoingMessages> {
+    match (written, result.messages()) {
         (Ok(Verdict::Applied), Some(Ok((_, messages)))) => Some(OutgoingMessages::Recorded(messages)),
         _ => None,
     }
@@ -240,10 +247,13 @@ impl Dispatch<'_> {
             _ => pause,
         };
         let store = store.context().name();
-        match reason {
+        match &reason {
             UnsentReason::Sending => {
                 tracing::debug!(%key, store, attempt, "a duplicate: another call is sending the messages of the operation");
             }
+            UnsentReason::NotConfirmed { source, .. } => tracing::warn!(
+                %key, store, attempt, unsent, %reason, error = %source, "the messages of an operation are not all sent"
+            ),
             _ => tracing::warn!(%key, store, attempt, unsent, %reason, "the messages of an operation are not all sent"),
         }
         Error::Unsent { key: key.clone(), store, attempt, ran, unsent, retry_after, reason: Box::new(reason) }

@@ -134,13 +134,12 @@ impl StoredResult {
 
     /// Returns the result alone, and the journal that is stored with it.
     pub(crate) fn parts(&self) -> (Cow<'_, Self>, Option<Journal>) {
-        match self.without_messages() {
-            Cow::Borrowed(stored) => stored.without_journal(),
-            Cow::Owned(stored) => {
-                let (result, journal) = stored.without_journal();
-                (Cow::Owned(result.into_owned()), journal)
-            }
+        if !self.has_messages() {
+            return self.without_journal();
         }
+        let stored = self.without_messages();
+        let (result, journal) = stored.without_journal();
+        (Cow::Owned(result.into_owned()), journal)
     }
 
     fn without_journal(&self) -> (Cow<'_, Self>, Option<Journal>) {
@@ -171,6 +170,7 @@ impl StoredResult {
     }
 
     /// Returns whether messages are stored with the result.
+    #[inline]
     pub(crate) fn has_messages(&self) -> bool {
         matches!(self, Self::Encoded { codec: WITH_MESSAGES, .. } | Self::LeftOut { codec: WITH_MESSAGES, .. })
     }

@@ -4,6 +4,7 @@ use std::error::Error;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::record::messages::OutgoingMessage;
@@ -54,6 +55,34 @@ pub trait Sender: Send + Sync + 'static {
     /// Returns the number of [refusals](SendError::refused) after which a message is set aside (default: 5).
     fn max_refusals(&self) -> u32 {
         5
+    }
+}
+
+impl<S: Sender + ?Sized> Sender for Arc<S> {
+    fn send<'a>(&'a self, message: &'a OutgoingMessage) -> SendFuture<'a> {
+        (**self).send(message)
+    }
+
+    fn timeout(&self) -> Duration {
+        (**self).timeout()
+    }
+
+    fn max_refusals(&self) -> u32 {
+        (**self).max_refusals()
+    }
+}
+
+impl<S: Sender + ?Sized> Sender for Box<S> {
+    fn send<'a>(&'a self, message: &'a OutgoingMessage) -> SendFuture<'a> {
+        (**self).send(message)
+    }
+
+    fn timeout(&self) -> Duration {
+        (**self).timeout()
+    }
+
+    fn max_refusals(&self) -> u32 {
+        (**self).max_refusals()
     }
 }
 
