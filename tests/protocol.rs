@@ -19,7 +19,7 @@
 //! - *Time*: a small clock, which may tick between any two steps, so that a lease may lapse at any time. If the store
 //!   has no clock, each call has a clock that is ahead of true time and is read in whole ticks.
 //! - *The world*: processes die, calls are dropped, the store restarts, retentions end, and operators inspect records
-//!   and later reopen them, discard or replace their results, or decide about their steps.
+//!   and later reopen them, discard or replace their results, drop their messages, or decide about their steps.
 //!
 //! Random traces compare the parts that do not share the runtime's code with it (`protocol/traces.rs`): the model's
 //! store with the memory store, and with DynamoDB if clocks differ; the model's calls with the engine's calls, request
@@ -302,7 +302,7 @@ fn every_property_notices_a_mistake() {
 /// If a path had no end, the checker would not check "every call ends" on this path.
 #[test]
 fn no_configuration_has_a_cycle() {
-    for name in ["waiting", "waits_and_fails", "two_keys", "restarts", "fingerprints"] {
+    for name in ["waiting", "waits_and_fails", "two_keys", "restarts", "fingerprints", "outbox", "outbox_waited_for"] {
         let config = config::named(name);
         // A state is `true` while it is on the path, and `false` after all of its steps were followed.
         let mut seen: HashMap<World, bool> = HashMap::new();

@@ -138,7 +138,7 @@ pub(crate) struct Config {
     pub(crate) whole: bool,
     /// True if operators also decide about steps.
     pub(crate) step_decisions: bool,
-    /// True if operators also replace results.
+    /// True if operators also replace results and drop messages.
     pub(crate) replaces: bool,
     /// True if each message of a body has its own destination.
     pub(crate) apart: bool,
@@ -801,7 +801,7 @@ pub(crate) fn all() -> Vec<Config> {
         .scenes(&[SendsForAnother, TooLarge, Shortened, Replay]),
         config(
             "outbox_operators",
-            "messages whose result an operator discards or replaces before they are sent or marked",
+            "messages that an operator drops, or whose result an operator discards or replaces, before they are sent or marked",
             &[SENDS, Plan { messages: 1, ..SENDS }, SENDS],
             2,
             Budget { crashes: 1, reopens: 1, ..nothing },

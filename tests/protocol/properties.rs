@@ -550,15 +550,19 @@ pub(crate) fn message_arrives(config: &Config, world: &mut World, who: CallId, (
     world.broken.note(Rule::MessageOrder, overtakes);
 }
 
-/// Checks an operator's replacement of the result of the record `met`. The messages stay.
-pub(crate) fn audit_replacement(world: &mut World, met: &Slot, sight: &SeenRecord) {
+/// Checks an operator who replaces the result of the record `met`, which keeps its messages, or drops its messages
+/// (`drops`).
+pub(crate) fn audit_correction(world: &mut World, met: &Slot, sight: &SeenRecord, drops: bool) {
     let at = usize::from(sight.key);
     let parts = |slot: &Slot| (slot.owner, slot.attempt, slot.stand);
     let is_seen = parts(met) == parts(&sight.slot) && world.history[at].decided == sight.decided;
     world.broken.note(Rule::S15, !is_seen);
     let past = &mut world.history[at];
     past.decided += 1;
-    past.result = Some(store::REPLACED);
+    match drops {
+        true => past.mail.discarded |= MailFacts::bits(met.mail),
+        false => past.result = Some(store::REPLACED),
+    }
 }
 
 /// Time until which the store promises to keep other attempts out if it executes `ask` now.
@@ -690,7 +694,7 @@ pub(crate) fn audit_reopen(config: &Config, world: &mut World, met: &Slot, sight
     (past.result, past.bodies, past.spared, past.doubt) = (None, 0, false, false);
     // The steps of a discarded operation may run again.
     if met.result().is_some() {
-        past.mail.discarded |= MailFacts::of(met.attempt);
+        past.mail.discarded |= past.mail.recorded & MailFacts::of(met.attempt);
         (past.journaled, past.journal) = ([None; STEPS], Journal::EMPTY);
         (past.begun, past.vouched) = (None, [0; STEPS]);
     }

@@ -796,7 +796,7 @@ pub(crate) struct MailFacts {
     pub(crate) recorded: u16,
     /// Messages that have arrived at the broker.
     pub(crate) arrived: u16,
-    /// Messages whose operation an operator has discarded.
+    /// Messages that an operator has dropped, or whose result an operator has discarded.
     pub(crate) discarded: u16,
 }
 

@@ -116,6 +116,8 @@ pub(crate) enum Action {
     DecidesSteps(u8, StepDecision),
     /// An operator replaces the result of a record that the same operator has inspected.
     Replaces(u8),
+    /// An operator drops the messages of a record that the same operator has inspected.
+    DropsMessages(u8),
     /// The store restarts: it loses its connections and keeps its records.
     Restarts,
 }
@@ -396,7 +398,7 @@ fn possible(config: &Config, world: &World, actions: &mut Vec<Action>) {
         if let Some(sight) = sight {
             actions.push(Action::Reopens(operator));
             if config.replaces && sight.slot.result().is_some() {
-                actions.push(Action::Replaces(operator));
+                actions.extend([Action::Replaces(operator), Action::DropsMessages(operator)]);
             }
             let decisions =
                 [StepDecision::Done, StepDecision::NotDone, StepDecision::FromFirst, StepDecision::WithoutSteps];
@@ -685,7 +687,9 @@ pub(crate) fn take(config: &Config, world: &mut World, action: Action) {
         Action::Looks(key) => looks(world, key),
         Action::Reopens(operator) => reopens(config, world, operator, None),
         Action::DecidesSteps(operator, decision) => reopens(config, world, operator, Some(decision)),
-        Action::Replaces(operator) => replaces(config, world, operator),
+        Action::Replaces(operator) | Action::DropsMessages(operator) => {
+            corrects(config, world, operator, matches!(action, Action::DropsMessages(_)));
+        }
         // A restart breaks the connections. Requests that have not reached the store arrive later.
         Action::Restarts => {
             world.left.restarts -= 1;
@@ -986,11 +990,12 @@ fn reopens(config: &Config, world: &mut World, operator: u8, steps: Option<StepD
     }
 }
 
-fn replaces(config: &Config, world: &mut World, operator: u8) {
+/// Lets an operator replace the result of a finished record, or drop its messages (`drops`).
+fn corrects(config: &Config, world: &mut World, operator: u8, drops: bool) {
     let Some(sight) = world.sights[usize::from(operator)].take() else { return };
     let Some(met) = world.slots[usize::from(sight.key)] else { return };
-    if store::replaces(config, &mut world.slots[usize::from(sight.key)], &sight) == Verdict::Applied {
-        properties::audit_replacement(world, &met, &sight);
+    if store::corrects(config, &mut world.slots[usize::from(sight.key)], &sight, drops) == Verdict::Applied {
+        properties::audit_correction(world, &met, &sight, drops);
     }
 }
 

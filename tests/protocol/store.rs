@@ -655,18 +655,18 @@ pub(crate) fn reopens(
     Verdict::Applied
 }
 
-/// Replaces the result of the record, if it is the record that the operator saw.
-pub(crate) fn replaces(config: &Config, slot: &mut Option<Slot>, sight: &SeenRecord) -> Verdict {
+/// Replaces the result of the record, or drops its messages (`drops`), if it is the record that the operator saw.
+pub(crate) fn corrects(config: &Config, slot: &mut Option<Slot>, sight: &SeenRecord, drops: bool) -> Verdict {
     let Some(met) = slot.as_mut() else { return Verdict::Refused };
     let seen = Inspection::new(sight.slot.record(config.lease), TTL, Some(Duration::ZERO)).revision();
     let key = Key::new("model", u32::from(sight.key)).expect("a key");
-    let decision = Decision::replace(&key, seen, Finish::Completed(payload(REPLACED)));
-    let decision = decision.by(NAMES[usize::from(sight.operator)]);
+    let action = if drops { Action::DropMessages } else { Action::Replace(Finish::Completed(payload(REPLACED))) };
+    let decision = Decision::new(&key, seen, action).by(NAMES[usize::from(sight.operator)]);
     let Ruling::Replace(with) = met.record(config.lease).decide(&decision, Duration::ZERO) else {
         return Verdict::Refused;
     };
     *met = Slot::of(&with, 0);
-    if config.mutant == Some(Mutant::ReplaceDropsMessages) {
+    if !drops && config.mutant == Some(Mutant::ReplaceDropsMessages) {
         met.mail = Mail::NONE;
     }
     Verdict::Applied

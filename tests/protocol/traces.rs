@@ -73,8 +73,8 @@ enum Step {
     Look(u8),
     /// The operator decides about the steps of the record.
     Decide(u8, StepDecision),
-    /// The operator replaces the result of the record.
-    Replace(u8),
+    /// The operator replaces the result of the record, or drops its messages.
+    Correct(u8, bool),
     /// A call that has seen the record marks its messages as sent, except for those in these places.
     MarkSent(u8, u8),
     Tick,
@@ -107,7 +107,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (0..2_u8, 0..2_u8).prop_map(|(key, off)| Step::Reopen(key, off)),
         2 => (0..2_u8).prop_map(Step::Look),
         2 => (0..2_u8, decision).prop_map(|(key, decision)| Step::Decide(key, decision)),
-        1 => (0..2_u8).prop_map(Step::Replace),
+        1 => (0..2_u8, any::<bool>()).prop_map(|(key, drops)| Step::Correct(key, drops)),
         2 => (0..2_u8, 0..4_u8).prop_map(|(key, left)| Step::MarkSent(key, left)),
         3 => Just(Step::Tick),
     ]
@@ -322,15 +322,14 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
                 let modelled = store::reopens(config, slot, seen, Some(decision), reading);
                 prop_assert_eq!(modelled, found, "{:?}", step);
             }
-            Step::Replace(key) => {
+            Step::Correct(key, drops) => {
                 let Some((found, seen)) = &sights[usize::from(key)] else { continue };
                 if seen.slot.result().is_none() {
                     continue;
                 }
-                let finish = Finish::Completed(store::payload(store::REPLACED));
-                let decided = Decision::replace(&key_named(key), found, finish);
+                let decided = Decision::new(&key_named(key), found, correction(drops));
                 let found = Verdict::from(real.decide(&decided).await.unwrap());
-                let modelled = store::replaces(config, &mut slots[usize::from(key)], seen);
+                let modelled = store::corrects(config, &mut slots[usize::from(key)], seen, drops);
                 prop_assert_eq!(modelled, found, "{:?}", step);
             }
             Step::MarkSent(key, places) => {
@@ -371,6 +370,14 @@ async fn agrees(config: &Config, steps: &[Step]) -> Result<(), TestCaseError> {
 fn finish((kept, ok): (ModelResult, bool), attempt: u8, pushed: u8) -> Finish {
     let result = store::payload_with(kept, Mail::pushed(attempt, pushed), false);
     if ok { Finish::Completed(result) } else { Finish::Failed(result) }
+}
+
+/// Action of an operator who replaces a result, or drops messages.
+fn correction(drops: bool) -> Decided {
+    match drops {
+        true => Decided::DropMessages,
+        false => Decided::Replace(Finish::Completed(store::payload(store::REPLACED))),
+    }
 }
 
 /// Messages that a finish records.
@@ -742,8 +749,8 @@ enum Move {
     OtherReleases(CallId),
     /// An operator reopens the record, or discards its result.
     Reopen,
-    /// An operator replaces the result of the record.
-    Replace,
+    /// An operator replaces the result of the record, or drops its messages.
+    Correct(bool),
     Tick,
 }
 
@@ -875,7 +882,7 @@ impl<'a> Pair<'a> {
             Phase::MarkingSent { post, .. } => [
                 (post.left() == Mail::NONE, "marks all"),
                 (post.left() != Mail::NONE, "marks a part"),
-                (slot.is_some_and(|slot| slot.decisions > post.seen.decisions), "replaced"),
+                (slot.is_some_and(|slot| slot.decisions > post.seen.decisions), "corrected"),
             ],
             _ => [(false, ""); 3],
         };
@@ -1179,7 +1186,7 @@ impl<'a> Pair<'a> {
             moves.push(Move::Reopen);
         }
         if self.world.slots[0].is_some_and(|slot| slot.mail != Mail::NONE) {
-            moves.extend([Move::Replace, Move::Reopen]);
+            moves.extend([Move::Correct(false), Move::Correct(true), Move::Reopen]);
         }
         moves
     }
@@ -1340,12 +1347,12 @@ impl<'a> Pair<'a> {
                 self.does(Action::Reopens(0));
                 let _ = self.store.inner.reopen(&key_named(0), attempt.into()).await.unwrap();
             }
-            Move::Replace => {
+            Move::Correct(drops) => {
                 self.does(Action::Looks(0));
-                self.does(Action::Replaces(0));
-                let (key, result) = (key_named(0), store::payload(store::REPLACED));
+                self.does(if drops { Action::DropsMessages(0) } else { Action::Replaces(0) });
+                let key = key_named(0);
                 let found = self.store.inner.inspect(&key).await.unwrap().expect("a finished record");
-                let decision = Decision::replace(&key, &found, Finish::Completed(result));
+                let decision = Decision::new(&key, &found, correction(drops));
                 let _ = self.store.inner.decide(&decision).await.unwrap();
             }
             Move::Tick => {
@@ -1472,7 +1479,7 @@ fn the_models_calls_agree_with_the_engine() {
     let stages = stages.into_inner().unwrap();
     println!("stages of steps and messages, and endings of steps in doubt: {stages:?}");
     let of_steps = ["begins", "begins again", "undone", "interrupts", "reconciled"];
-    let of_messages = ["sends", "sends for another", "goes past a failure", "marks all", "marks a part", "replaced"];
+    let of_messages = ["sends", "sends for another", "goes past a failure", "marks all", "marks a part", "corrected"];
     for seen in of_steps.into_iter().chain(of_messages) {
         assert!(stages.contains_key(seen), "no trace has this stage: {seen}");
     }
@@ -1645,7 +1652,7 @@ fn the_models_store_agrees_with_dynamodb_if_clocks_differ() {
                         let modelled = store::ends(&config, &mut slots[slot(who)], who, End::release(how, now));
                         prop_assert_eq!(modelled, Done::from(found), "{:?}", step);
                     }
-                    Step::Reopen(..) | Step::Look(_) | Step::Decide(..) | Step::Replace(_) | Step::MarkSent(..) => {}
+                    Step::Reopen(..) | Step::Look(_) | Step::Decide(..) | Step::Correct(..) | Step::MarkSent(..) => {}
                     Step::Tick => now += 1,
                 }
             }
