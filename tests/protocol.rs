@@ -10,9 +10,10 @@
 //!   the same owner token, or gives it up and releases it. A body runs, returns, is dropped, dies, or is stopped by its
 //!   heartbeat. The first step of a body may journal its beginning (`fail`, `reconcile`); its body ends with a value, a
 //!   certain error or an uncertain one, and its reconciler may give each answer. A completion is repeated while the
-//!   lease can be held. After it, the call sends the messages of its body, and marks those that the broker has
-//!   confirmed. A later call sends the messages that are not marked, before it replays the result. If a call is
-//!   dropped, a task writes the end of its attempt afterwards. A call counts its lease from the time of its request.
+//!   lease can be held. After the completion, the call sends the messages of its body, and marks those that
+//!   the broker has confirmed. A later call sends the messages that are not marked, before it replays the result. If a
+//!   call is dropped, a task writes the end of its attempt afterwards. A call counts its lease from the time of its
+//!   request.
 //! - *The network*: requests and answers arrive once, late, twice or never, in any order. A call without an answer
 //!   continues, and its request may arrive long after the call has ended.
 //! - *The broker* (messages of bodies): a message arrives and is confirmed, arrives without a confirmation, or is lost.

@@ -1210,7 +1210,7 @@ fn begins_sending(config: &Config, world: &mut World, who: CallId, post: Post) {
     orphan_beat(config, world, who);
     let Call { phase, generation, attempt, unanswered, give_up_at, deed, .. } = *world.call(who);
     let call = world.call_mut(who);
-    *call = Call { phase, generation, attempt, unanswered, give_up_at, deed, ..Call::IDLE };
+    *call = Call { phase, generation, unanswered, give_up_at, attempt, deed, ..Call::IDLE };
     if config.is(Mutant::MarkedBeforeSent) {
         let ask = RequestKind::Mark { seen: post.seen, left: Mail::NONE };
         send(world, Request { who, token: token(who, generation), ask });

@@ -16,7 +16,7 @@ use idem_runtime::outbox::{OutgoingMessage, SendFuture, Sender};
 use idem_runtime::record::{Record, State, StoredResult};
 use idem_runtime::store::{
     Action as Decided, Answers, Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Release, Reservation,
-    ReserveRequest, StoreFuture, Verdict, forward, renew_all,
+    ReserveRequest, StoreFuture, UnsentMessages, Verdict, forward, renew_all,
 };
 use idem_runtime::{
     Error, InProgress, Key, MemoryStore, Mode, OnCrash, OnError, OnStoreError, Operation, Outcome, Policy,
@@ -435,7 +435,7 @@ impl Real {
             (Self::Inspect, RequestKind::Inspect) => true,
             (Self::Mark(decision), RequestKind::Mark { seen, left }) => {
                 let Decided::MarkSent(messages) = &decision.action else { return false };
-                let bodies = messages.iter().flat_map(|messages| messages.messages());
+                let bodies = messages.iter().flat_map(UnsentMessages::messages);
                 let sent: Vec<_> = bodies.map(|unsent| unsent.message().body().to_vec()).collect();
                 let expected = (0..MESSAGES).filter(|place| left.has(*place)).map(|place| vec![left.by, place]);
                 decision.seen.attempt() == u32::from(seen.attempt) && expected.eq(sent)
