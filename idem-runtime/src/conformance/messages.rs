@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 
 use super::case::{Case, completed, stored};
+use crate::combine;
 use crate::key::Key;
 use crate::record::messages::{OutgoingMessage, UnsentMessages};
 use crate::record::{Action, Decision, DecisionAnswer, Finish, Lease, Record, Reservation, StoredResult, Verdict};
@@ -76,6 +77,18 @@ pub(super) async fn messages_never_return(case: &Case) {
     assert_eq!(case.decide(&late).await, DecisionAnswer::Applied, "a late mark after the last one");
     assert_eq!(case.finish(&lease, &finish).await, Verdict::Applied, "a repeated `finish` after the last mark");
     case.holds(&key, &lease, &result, "after the last mark").await;
+
+    // Two deliveries mark at the same moment.
+    for round in 0..64 {
+        let (key, lease) = case.publishes(&format!("round {round}"), &result).await;
+        let seen = case.recorded(&key).await;
+        let [some, all] = [messages(&["c"]), None].map(|left| Decision::mark_sent(&key, &seen, left));
+        let mut marks = [&some, &all].map(|mark| case.store().decide(mark));
+        for told in combine::all(&mut marks).await {
+            assert_eq!(told.expect("an answer"), DecisionAnswer::Applied, "one of two marks at a time");
+        }
+        case.holds(&key, &lease, &result, "after two marks at a time").await;
+    }
 }
 
 pub(super) async fn marks_name_their_record(case: &Case) {

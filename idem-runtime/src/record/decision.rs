@@ -269,7 +269,8 @@ pub enum Ruling {
     /// The record stays unchanged, and the operator gets this answer.
     Answer(DecisionAnswer),
     /// The store replaces the stored record by the record in this variant, but only if owner, attempt and state of the
-    /// stored record are still the same. (A mark of sent messages changes none of the three.) The lease must not have
+    /// stored record are still the same. (A mark of sent messages changes none of the three: for a finished record the
+    /// length of its stored result must be the same as well.) The lease must not have
     /// been renewed either, unless the decision [ends a live lease](Decision::ends_live_lease). For
     /// [`Action::ReopenWith`], the length of the journal must be the same, too; for another action, the store may keep
     /// a journal to which the attempt has appended meanwhile. The new record is never pending, and keeps the retention.
@@ -358,33 +359,10 @@ impl Record {
             (Action::Forget, _) => Ruling::Remove,
             (Action::Discard, State::Completed(_) | State::Failed(_)) => released(),
             (Action::Replace(finish), State::Completed(_) | State::Failed(_)) => corrected(finish),
-            (Action::MarkSent(left), State::Completed(recorded) | State::Failed(recorded)) => match recorded.messages()
-            {
-                None => Ruling::Replace(self.clone()),
-                Some(Err(_)) => Ruling::Answer(DecisionAnswer::Damaged),
-                Some(Ok((result, messages))) => {
-                    let result = match messages.without_sent(left.as_ref()) {
-                        Some(left) => result.with_messages(&left),
-                        None => result,
-                    };
-                    Ruling::Replace(Self { state: self.state.with_result(result), ..self.clone() })
-                }
-            },
-            (Action::ResendMessages | Action::DropMessages, State::Completed(recorded) | State::Failed(recorded)) => {
-                match (recorded.messages(), action) {
-                    (Some(Err(_)), Action::ResendMessages) => Ruling::Answer(DecisionAnswer::Damaged),
-                    (Some(Ok((result, messages))), Action::ResendMessages) => {
-                        Ruling::Replace(decided(self.state.with_result(result.with_messages(&messages.to_resend()))))
-                    }
-                    (Some(Ok((result, _))), _) => Ruling::Replace(decided(self.state.with_result(result))),
-                    // The result stays if it can be read, although the messages can't.
-                    (Some(Err(_)), _) => {
-                        let result = recorded.beside_messages().unwrap_or(StoredResult::Unencodable);
-                        Ruling::Replace(decided(self.state.with_result(result)))
-                    }
-                    (None, _) => Ruling::Replace(decided(self.state.clone())),
-                }
-            }
+            (
+                Action::MarkSent(_) | Action::ResendMessages | Action::DropMessages,
+                State::Completed(recorded) | State::Failed(recorded),
+            ) => self.decide_messages(action, recorded, decided),
             (
                 Action::Discard
                 | Action::Replace(_)
@@ -422,6 +400,32 @@ impl Record {
                 Ruling::Replace(Self { attempts_used, ..decided(State::Released) })
             }
             (Action::BreakLease, _) => Ruling::Replace(decided(State::Released)),
+        }
+    }
+
+    /// Decides the effect of an action on the messages that are stored with the result `recorded`.
+    fn decide_messages(&self, action: &Action, recorded: &StoredResult, decided: impl Fn(State) -> Self) -> Ruling {
+        let with = |result| self.state.with_result(result);
+        match (action, recorded.messages()) {
+            (Action::MarkSent(_), None) => Ruling::Replace(self.clone()),
+            (Action::MarkSent(left), Some(Ok((result, messages)))) => {
+                let result = match messages.without_sent(left.as_ref()) {
+                    Some(left) => result.with_messages(&left),
+                    None => result,
+                };
+                Ruling::Replace(Self { state: with(result), ..self.clone() })
+            }
+            (_, None) => Ruling::Replace(decided(self.state.clone())),
+            (Action::DropMessages, Some(Ok((result, _)))) => Ruling::Replace(decided(with(result))),
+            // The result stays if it can be read, although the messages can't.
+            (Action::DropMessages, Some(Err(_))) => {
+                let result = recorded.beside_messages().unwrap_or(StoredResult::Unencodable);
+                Ruling::Replace(decided(with(result)))
+            }
+            (_, Some(Ok((result, messages)))) => {
+                Ruling::Replace(decided(with(result.with_messages(&messages.to_resend()))))
+            }
+            (_, Some(Err(_))) => Ruling::Answer(DecisionAnswer::Damaged),
         }
     }
 

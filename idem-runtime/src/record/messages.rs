@@ -58,8 +58,8 @@ impl OutgoingMessage {
         self
     }
 
-    /// Returns the message as a sender gets it: for `destination`, with an `id`. The outbox does this; a test of a sender
-    /// does it itself.
+    /// Returns the message as a sender gets it: for `destination`, with an `id`. The outbox does this; a test of a
+    /// sender does it itself.
     #[must_use]
     pub fn addressed(self, destination: &str, id: impl Into<Box<str>>) -> Self {
         Self { destination: destination.into(), id: id.into(), ..self }

@@ -493,22 +493,27 @@ impl DynamoInner {
             .value("state", text(parts.state))
             .value("attempt", number(parts.attempt))
             .value("attempts_used", number(parts.attempts_used));
-        // The journal of a record that is not pending changes only together with the owner token.
-        if !met.record.is_pending() {
+        // The journal of a record that is neither pending nor finished changes only together with the owner token.
+        if !met.record.is_pending() && !met.record.is_finished() {
             return (SAME.to_owned(), terms);
         }
-        let terms = terms
-            .names(&[BEGUN, LAPSES_AT, RESULT])
-            .value("begun", AttributeValue::Bool(parts.begun))
-            .value("lapses_at", number(met.lapses_at));
-        let (journal, terms) = match &parts.result {
-            Some(journal) => ("size(#result) = :length", terms.value("length", length(journal))),
+        let terms = terms.names(&[RESULT]);
+        let (stored, terms) = match &parts.result {
+            Some(stored) => ("size(#result) = :length", terms.value("length", length(stored))),
             None => ("attribute_not_exists(#result)", terms),
         };
+        // Messages that are marked as sent leave a finished record without another change.
+        if met.record.is_finished() {
+            return (format!("{SAME} AND {stored}"), terms);
+        }
+        let terms = terms
+            .names(&[BEGUN, LAPSES_AT])
+            .value("begun", AttributeValue::Bool(parts.begun))
+            .value("lapses_at", number(met.lapses_at));
         // The condition includes the end of the lease, and whether the body has begun: if one of these two has
         // changed, the owner of the record still runs. The condition includes the length of the journal, because an
         // append may change the journal alone, and the replacement would undo that append.
-        (format!("{SAME} AND #begun = :begun AND #lapses_at = :lapses_at AND {journal}"), terms)
+        (format!("{SAME} AND #begun = :begun AND #lapses_at = :lapses_at AND {stored}"), terms)
     }
 
     /// Returns the terms of [`OWNED`].

@@ -509,12 +509,14 @@ impl Statements {
         // A decision that does not finish the operation keeps the journal, to which the attempt may have appended since
         // the record was read. If the record has finished, its column holds a result, which must not become a journal.
         // A decision that changes the journal (`$16`) applies only to the journal that was read, of which `$17` is the
-        // length.
+        // length. Messages that are marked as sent leave a finished record without another change, so a decision
+        // about it applies only to the result that was read, whose length is `$17`, too.
         let decide = format!(
             "UPDATE {table} AS r SET owner = $2, state = $3, attempts_used = $4, codec = $5, \
              result = CASE WHEN NOT $16 AND $3 IN {unfinished} AND r.state IN {unfinished} THEN r.result ELSE $6 END, \
              result_bytes = $7, on_crash_fail = ($3 = 'interrupted'), begun = false, lease_ms = NULL, ttl_ms = NULL, decided_by = $13, \
-             decided_reason = $14 WHERE {} AND (NOT $16 OR coalesce(octet_length(r.result), 0) = $17) RETURNING {wake}",
+             decided_reason = $14 WHERE {} \
+             AND ((NOT $16 AND r.state IN {unfinished}) OR coalesce(octet_length(r.result), 0) = $17) RETURNING {wake}",
             met(8, 15),
         );
         let forget = format!("DELETE FROM {table} AS r WHERE {} RETURNING {wake}", met(2, 7));
@@ -725,7 +727,7 @@ impl Statements {
             &parts.decided_reason,
             &seen.begun,
             &parts.begun,
-            &journal_length(&met.record),
+            &stored_length(&met.record),
         ];
         Ok(!at.rows(&self.replace, &params, Effect::Writes).await?.is_empty())
     }
@@ -779,7 +781,7 @@ impl Statements {
                     &parts.decided_reason,
                     &seen.begun,
                     &changes_journal,
-                    &journal_length(&found.record),
+                    &stored_length(&found.record),
                 ];
                 at.rows(&self.decide, &params, Effect::Records(result.map_or(0, <[u8]>::len))).await?
             }
@@ -825,9 +827,10 @@ impl Statements {
     }
 }
 
-/// Returns the length of the journal of `record`, as a statement compares it.
-fn journal_length(record: &Record) -> i64 {
-    i64::try_from(record.journal_bytes()).unwrap_or(i64::MAX)
+/// Returns the length of the stored journal of an unfinished record, or of the stored result of a finished one.
+fn stored_length(record: &Record) -> i64 {
+    let result = record.state.result().map(|result| result.stored_bytes() as u64);
+    i64::try_from(result.unwrap_or_else(|| record.journal_bytes())).unwrap_or(i64::MAX)
 }
 
 /// Returns the attempt number to compare; `None` for a release, whose caller may not know the number.
