@@ -7,18 +7,18 @@
 //! cargo run --example outbox --features outbox -- --without-outbox
 //! ```
 //!
-//! The example starts a `nats-server` with JetStream and then a RabbitMQ (`IDEM_TEST_NATS` and `IDEM_TEST_RABBITMQ` name
-//! the programs). Two workers share a store, and each gets all open orders. The example kills the workers (SIGKILL) at
-//! random times, 20 times for each broker, and delivers each order again until a worker has acknowledged it. Then it
-//! compares the messages at the broker with the orders:
+//! The example starts a `nats-server` with JetStream and then a RabbitMQ (`IDEM_TEST_NATS` and `IDEM_TEST_RABBITMQ`
+//! name the programs). Two workers share a store, and each gets all open orders. The example kills the workers
+//! (SIGKILL) at random times, 20 times for each broker, and delivers each order again until a worker has acknowledged
+//! it. Then it compares the messages at the broker with the orders:
 //!
 //! - Each message of a paid order has arrived, under one id, with the payment that the record holds.
 //! - No message of a declined order was published, not even by an attempt that pushed messages before it failed.
 //! - A worker that dies between sending and marking sends again, under the same id. JetStream drops these duplicates by
 //!   their `Nats-Msg-Id`. RabbitMQ keeps them, and its consumers recognise the `message_id`.
 //!
-//! The first argument is the number of kills. The second is another store: a file of SQLite (default: a new one), or the
-//! URL of a Redis, with the feature `redis`. With `--outages` the example kills each broker once, too.
+//! The first argument is the number of kills. The second is another store: a file of SQLite (default: a new one), or
+//! the URL of a Redis, with the feature `redis`. With `--outages` the example kills each broker once, too.
 //!
 //! With `--without-outbox` the handler publishes in its body, and the exit status is 1: messages of declined orders
 //! arrive, and duplicates have other ids and other payments.

@@ -424,7 +424,9 @@ impl Error {
         match self {
             Self::Unsent { reason, .. } => matches!(
                 **reason,
-                UnsentReason::NotConfirmed { refused: false, .. } | UnsentReason::TimedOut { .. } | UnsentReason::Sending
+                UnsentReason::NotConfirmed { refused: false, .. }
+                    | UnsentReason::TimedOut { .. }
+                    | UnsentReason::Sending
             ),
             _ => false,
         }
