@@ -79,6 +79,7 @@ fn advice(error: &Error, disposition: Disposition) -> String {
         }
         Error::MissingKey { .. } | Error::InvalidKey { .. } => "Nothing was done: the call names no operation.",
         Error::ResultUnavailable { .. } => "The operation was done before, and its result can't be shown.",
+        Error::Unsent { .. } => "The operation is done, and its messages have not all been sent.",
         error if error.is_uncertain() => "In doubt: the operation may have been done, or not.",
         Error::AttemptsExhausted { .. } => "The operation has failed too often.",
         _ => "There is no result.",

@@ -186,7 +186,7 @@ fn settle(result: Result<HandlerOutcome, DeliveryFailure>, outcome: &Outcome) ->
         (Disposition::Ack, Some(own)) => own,
         (Disposition::Ack, None) => HandlerOutcome::ack(),
         // The calls have finished, and the handler decides about the rest.
-        (Disposition::Retry { .. }, Some(own)) if own.is_drop() && outcome.recorded() => own,
+        (Disposition::Retry { .. }, Some(own)) if own.is_drop() && outcome.recorded() && !outcome.unsent() => own,
         (Disposition::Retry { after }, Some(own)) if own.retry_delay().unwrap_or(Duration::ZERO) > after => own,
         (Disposition::Retry { after }, _) => HandlerOutcome::retry_after(after),
         (Disposition::DeadLetter, _) => HandlerOutcome::drop(),

@@ -384,15 +384,23 @@ async fn a_response_waits_until_its_messages_are_sent() {
         let pushed = current().and_then(|it| it.outbox().push("orders.paid", OutgoingMessage::new("paid")));
         pushed.map(|()| "paid").map_err(|error| error.to_string())
     };
-    for (mode, (first, again)) in [(Mode::Enforce, ("unsent", true)), (Mode::Shadow, ("unrecorded", false))] {
-        let broker = AwayBroker::default();
-        let store = MemoryStore::new().with_sender(broker.clone());
-        let address = serve_handler(IdempotencyLayer::new(&store, POLICY.mode(mode), Caller::single()), publish).await;
-        let unsent = send(address, post("k", "")).await;
-        assert_eq!(unsent.problem(), (503, first.to_owned()));
-        assert!(unsent.header("retry-after").is_some(), "{unsent:?}");
-        broker.returns();
-        let sent = send(address, post("k", "")).await;
-        assert_eq!((sent.text(), sent.is_replay(), broker.arrived()), ("paid", again, 1), "{mode:?}");
+    let broker = AwayBroker::default();
+    let store = MemoryStore::new().with_sender(broker.clone());
+    let serves = |mode| serve_handler(IdempotencyLayer::new(&store, POLICY.mode(mode), Caller::single()), publish);
+    let address = serves(Mode::Enforce).await;
+    let unsent = send(address, post("k", "")).await;
+    assert_eq!(unsent.problem(), (503, "unsent".to_owned()));
+    assert!(unsent.header("retry-after").is_some(), "{unsent:?}");
+    broker.returns();
+    let sent = send(address, post("k", "")).await;
+    assert_eq!((sent.text(), sent.is_replay(), broker.arrived()), ("paid", true, 1));
+
+    // A response that can't be replayed, or that the layer only observes, is not withheld.
+    let broker = AwayBroker::default();
+    let store = MemoryStore::new().with_sender(broker.clone());
+    for (policy, replayable) in [(POLICY.max_result_bytes(0), Some("false")), (POLICY.mode(Mode::Shadow), None)] {
+        let address = serve_handler(IdempotencyLayer::new(&store, policy, Caller::single()), publish).await;
+        let reply = send(address, post(if replayable.is_some() { "large" } else { "shadow" }, "")).await;
+        assert_eq!((reply.text(), reply.header("idempotency-replayable")), ("paid", replayable));
     }
 }

@@ -16,7 +16,7 @@ const CUT: &str = "…";
 ///
 /// | name | text |
 /// |---|---|
-/// | `idem-why` | `attempts_exhausted`, `fingerprint_mismatch`, `interrupted` and the like: the call was refused, and no delivery changes that; `recorded_error`: the operation has finished with an error; `last_delivery`: the message has used up its deliveries; `beyond_limit`: the message was delivered too often, and no handler got it; `unreadable`: the message could not be read |
+/// | `idem-why` | `attempts_exhausted`, `fingerprint_mismatch`, `interrupted` and the like: the call was refused, and no delivery changes that; `unsent`: the operation has finished, and its messages are not all sent; `recorded_error`: the operation has finished with an error; `last_delivery`: the message has used up its deliveries; `beyond_limit`: the message was delivered too often, and no handler got it; `unreadable`: the message could not be read |
 /// | `idem-error` | text of the error |
 /// | `idem-key` | key as errors show it, with its scope ([`KeyDisplay`](crate::KeyDisplay)); absent without a key |
 /// | `idem-scope` | scope of the key; absent without a key |
@@ -37,6 +37,7 @@ impl DeadLetter {
     pub(super) fn of(error: Option<&dyn Display>, outcome: &Outcome, wall: Duration) -> Self {
         let why = match outcome.refusal().and_then(name) {
             Some(refusal) => refusal,
+            None if outcome.unsent() => "unsent",
             None if outcome.recorded() => "recorded_error",
             None if outcome.is_last_delivery() => "last_delivery",
             None => "failed",

@@ -329,7 +329,6 @@ impl Problem {
             Error::Interrupted { ask_again: None, .. } => ProblemKind::Interrupted,
             Error::AttemptsExhausted { .. } => ProblemKind::AttemptsExhausted,
             Error::TimedOut { .. } => ProblemKind::TimedOut,
-            Error::Unsent { attempt: 0, .. } => ProblemKind::Unrecorded,
             Error::Unsent { .. } => ProblemKind::Unsent,
             Error::NoAttempt
             | Error::Step { .. }

@@ -440,8 +440,8 @@ impl Settings {
                 response.headers_mut().insert(self.marker.clone(), HeaderValue::from_static("true"));
                 response
             }
-            // The response is recorded, and the client has to come again: nothing else delivers the messages.
-            (Err(NotRecorded::Refused(error @ Error::Unsent { .. })), Some(_)) => {
+            // The response can be replayed, and the client has to come again: nothing else delivers the messages.
+            (Err(NotRecorded::Refused(error @ Error::Unsent { replayable: true, .. })), Some(_)) => {
                 self.refuse(asked.refusal(Problem::of(error)))
             }
             // The handler ran in this call. If its response could not be recorded, a header shows this to the client.
@@ -451,11 +451,12 @@ impl Settings {
                 let mut response = answer?.map(|body| body.without(&own));
                 own.remove_from(response.headers_mut());
                 let is_lost = match &result {
+                    // This response exists nowhere else. A resender sends the messages, if a record holds them.
+                    Ok(_) | Err(NotRecorded::Refused(Error::Unsent { .. })) => enforced && !outcome.recorded(),
                     Err(NotRecorded::Refused(error)) => {
                         tracing::error!(%error, "the response is sent, and it is not recorded");
                         true
                     }
-                    Ok(_) => enforced && !outcome.recorded(),
                     Err(NotRecorded::Freed(_) | NotRecorded::Forgotten) => false,
                 };
                 if is_lost {
