@@ -255,7 +255,7 @@ pub enum Error {
         /// Reason why the step did not run or has no value.
         problem: StepProblem,
     },
-    /// A message was not accepted by the [outbox](crate::Attempt::outbox) of the attempt. Nothing was sent, and effects
+    /// A message was not accepted by the [outbox](crate::Attempt::outbox) of the attempt. It was not sent, and effects
     /// before that are not undone.
     #[non_exhaustive]
     Outbox {
@@ -266,7 +266,8 @@ pub enum Error {
     },
     /// The operation has finished and its result is recorded, but not all of its messages are marked as sent. The next
     /// delivery, or any duplicate, sends the rest and returns the recorded result. The body does not run again. If the
-    /// body ran without a reservation (`attempt` is 0), nothing is recorded, and the next delivery runs it again.
+    /// body ran without a reservation or in shadow mode (`attempt` is 0), no record holds its messages, and only
+    /// another run of the body pushes them again.
     #[non_exhaustive]
     Unsent {
         /// Key of the operation.
@@ -277,6 +278,8 @@ pub enum Error {
         attempt: u32,
         /// True if the body of this call ran; false if this call is a duplicate.
         ran: bool,
+        /// True if duplicates can replay the result: it is recorded, and was not left out.
+        replayable: bool,
         /// Number of messages that are not marked as sent, if it is known.
         unsent: Option<u32>,
         /// Suggested time until the next delivery.
@@ -608,13 +611,13 @@ impl fmt::Display for Error {
             ),
             Self::Step { key, store, step, problem } => write!(f, "key `{key}` in {store}, step `{step}`: {problem}"),
             Self::Outbox { key: Some(key), problem } => {
-                write!(f, "key `{key}`: a message is not accepted: {problem}; nothing was sent")
+                write!(f, "key `{key}`: a message is not accepted, and was not sent: {problem}")
             }
-            Self::Outbox { problem, .. } => write!(f, "a message is not accepted: {problem}; nothing was sent"),
+            Self::Outbox { problem, .. } => write!(f, "a message is not accepted, and was not sent: {problem}"),
             Self::Unsent { key, store, attempt: 0, reason, .. } => write!(
                 f,
-                "key `{key}` in {store}: the body ran without a reservation, and its messages are not all sent: {reason}; \
-                 nothing is recorded, and the next delivery runs the body again"
+                "key `{key}` in {store}: the body ran unprotected, and its messages are not all sent: {reason}; no record \
+                 holds them, and only another run of the body pushes them again"
             ),
             Self::Unsent { key, store, attempt, unsent, reason, .. } => {
                 let count = unsent.map_or(String::new(), |unsent| format!(" ({unsent})"));

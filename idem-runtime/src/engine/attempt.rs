@@ -223,6 +223,14 @@ pub(crate) fn is_inside(key: &Key) -> bool {
     })
 }
 
+/// Returns whether the body that is being polled on this thread is the body of another protected attempt than
+/// `attempt`.
+pub(super) fn is_inside_another(attempt: &Attempt) -> bool {
+    CURRENT.with_borrow(|current| {
+        current.as_ref().is_some_and(|current| current.is_protected() && current.lease.owner != attempt.lease.owner)
+    })
+}
+
 /// Makes an attempt the current attempt of this thread until the guard is dropped.
 pub(crate) struct CurrentGuard<'a> {
     slot: &'a mut Option<Attempt>,

@@ -438,10 +438,10 @@ impl<'a> Request<'a> {
         store.context().store_answered();
         let found = store.inspect(key).watched(store, StoreOp::Inspect).await;
         let began = found.as_ref().ok().and_then(|found| found.as_ref()?.began);
-        let Policy { backoff, .. } = self.subject.policy;
+        let Policy { backoff, timeout, lease, .. } = self.subject.policy;
         // The pauses grow with the age of the operation, as after a replay whose delivery fails.
         let pause = backoff.during(began.unwrap_or_default(), self.reserve.owner.seed());
-        let dispatch = Dispatch { store: &**store, key, attempt, ran: false, pause };
+        let dispatch = Dispatch { store: &**store, key, attempt, ran: false, replayable: true, pause };
         let found = match found {
             Ok(Some(found)) if found.attempt() == attempt && outbox::has_unsent(&found.record.state) => found,
             // Another call has sent them, or the record has changed.
@@ -452,7 +452,9 @@ impl<'a> Request<'a> {
         };
         let context = store.context();
         let is_at_work = context.is_at_work(key, self.late_ends);
-        let sending = match is_at_work || outbox::is_being_sent(context, &found, self.reserve.ttl) {
+        let sending = match is_at_work
+            || outbox::is_being_sent(context, &found, self.reserve.ttl, timeout.saturating_add(lease))
+        {
             true => None,
             false => store.context().sends(key),
         };

@@ -325,7 +325,7 @@ where
                     facts.body_ended(None);
                     this.seen.again = attempt.as_ref().map(|attempt| attempt.pause_unprotected(is_ok));
                     this.seen.progress = Progress::Returned { is_ok, kept: RecordedPart::Nothing };
-                    match attempt.as_ref().filter(|_| is_ok).and_then(outbox::unrecorded) {
+                    match attempt.as_ref().and_then(|attempt| outbox::unrecorded(attempt, is_ok)) {
                         Some(sending) => this.phase.set(Phase::Sending { sending }),
                         None => break,
                     }
@@ -562,8 +562,13 @@ fn refuse(seen: &mut ObservedCall, work: Pin<&mut dyn Work>, error: Error, on_un
         seen.again = Some(after);
     }
     seen.progress = match Refusal::of(&error) {
-        None if let Error::Unsent { ran, attempt, .. } = error => {
-            Progress::Unsent { ran, recorded: attempt > 0, error: facts }
+        None if let Error::Unsent { ran, attempt, replayable, .. } = error => {
+            let kept = match (attempt, replayable) {
+                (0, _) => RecordedPart::Nothing,
+                (_, true) => RecordedPart::Result,
+                (_, false) => RecordedPart::Completion,
+            };
+            Progress::Unsent { ran, kept, error: facts }
         }
         Some(refusal) => Progress::Refused { refusal, error: facts },
         None => Progress::Unrecorded { error: facts },

@@ -58,7 +58,8 @@ pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<Rec
         if let Some(outgoing) = outgoing {
             drop(ended);
             // Boxed: most calls have no messages, and would carry its size inline.
-            return Box::pin(outgoing.send(held)).await.map(|()| content);
+            let replayable = matches!(content, RecordContent::Result { .. });
+            return Box::pin(outgoing.send(held, replayable)).await.map(|()| content);
         }
         let Attempt { store, lease, reserved_at, .. } = held.attempt();
         match ended {

@@ -89,8 +89,8 @@ pub(crate) enum Progress {
     /// store did not answer.
     Unrecorded { error: ErrorFacts },
     /// The operation has finished, and not all of its messages are marked as sent. `ran`: the body of this call ran.
-    /// `recorded`: its result is recorded, which is not so without a reservation.
-    Unsent { ran: bool, recorded: bool, error: ErrorFacts },
+    /// `kept`: what the record holds, which is nothing without a reservation.
+    Unsent { ran: bool, kept: RecordedPart, error: ErrorFacts },
 }
 
 /// Part of the returned result that the record holds.
@@ -104,7 +104,8 @@ pub(crate) enum RecordedPart {
     Result,
 }
 
-/// Disposition of a call's [`Error`], and whether the deployment or the store caused the error.
+/// Disposition of a call's [`Error`], and whether the deployment, the store or the broker of its messages caused the
+/// error.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct ErrorFacts {
     pub(crate) disposition: Disposition,
@@ -291,18 +292,25 @@ impl ObservedCall {
 
     pub(super) fn recorded(&self) -> bool {
         let recorded = match self.progress {
-            Progress::Returned { kept, .. } => kept != RecordedPart::Nothing,
-            Progress::Replayed { .. }
-            | Progress::Unsent { recorded: true, .. }
-            | Progress::Refused { refusal: Refusal::ResultUnavailable, .. } => true,
+            Progress::Returned { kept, .. } | Progress::Unsent { kept, .. } => kept != RecordedPart::Nothing,
+            Progress::Replayed { .. } | Progress::Refused { refusal: Refusal::ResultUnavailable, .. } => true,
             _ => false,
         };
         recorded && self.commit != Commit::RolledBack
     }
 
+    /// Returns whether the operation has finished, and not all of its messages are marked as sent.
+    pub(super) fn unsent(&self) -> bool {
+        matches!(self.progress, Progress::Unsent { .. })
+    }
+
     pub(super) fn result_stored(&self) -> bool {
-        let stored =
-            matches!(self.progress, Progress::Returned { kept: RecordedPart::Result, .. } | Progress::Replayed { .. });
+        let stored = matches!(
+            self.progress,
+            Progress::Returned { kept: RecordedPart::Result, .. }
+                | Progress::Unsent { kept: RecordedPart::Result, .. }
+                | Progress::Replayed { .. }
+        );
         stored && self.commit != Commit::RolledBack
     }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::attempt::Attempt;
+use super::attempt::{Attempt, is_inside_another};
 use super::ending::AttemptEnd;
 use super::held::{EndingAttempt, HeldAttempt};
 use super::poll_notes::note_refusal;
@@ -93,14 +93,14 @@ pub struct Outbox<'a> {
 impl Outbox<'_> {
     /// Adds a message for `destination`: a topic, subject, queue or exchange, as the sender understands it.
     ///
-    /// The [id](OutgoingMessage::id) of the message is a child key of the number of the attempt and of the place of the
-    /// message: each time it is sent, it is the same, and no other message has it.
+    /// The [id](OutgoingMessage::id) of the message is a child key of the attempt and of the place of the message: each
+    /// time it is sent, it is the same, and no other message of a recorded attempt has it.
     ///
     /// # Errors
     /// [`Error::Outbox`] if the store handle has no sender, the messages of this attempt have more than 256 KiB
     /// together, the body has returned, or the attempt runs in the user's transaction. A push inside of a
-    /// [step](Attempt::step) is refused as well: the next attempt would not run the step, and so would not push. The
-    /// message is not added.
+    /// [step](Attempt::step) or of another idempotent call is refused as well: the next attempt would not run it, and
+    /// so would not push. (A task that a step spawns is not recognised.) The message is not added.
     pub fn push(&self, destination: &str, message: OutgoingMessage) -> Result<(), Error> {
         let Attempt { store, .. } = self.attempt;
         let refused = |problem: OutboxProblem| {
@@ -116,7 +116,7 @@ impl Outbox<'_> {
         if store.context().sender().is_none() {
             return refused(OutboxProblem::NoSender);
         }
-        if is_inside_step_of(&self.attempt.lease) {
+        if is_inside_step_of(&self.attempt.lease) || is_inside_another(self.attempt) {
             return refused(OutboxProblem::InStep);
         }
         if destination.is_empty() {
@@ -132,8 +132,10 @@ impl Outbox<'_> {
                 None => return refused(OutboxProblem::AttemptEnded),
             },
         };
+        // The owner token differs if a key is used again after its record is gone.
+        let owner = if attempt == 0 { 0 } else { u64::from_be_bytes(self.attempt.lease.owner.tag()) };
         let address = |place| {
-            let id = self.attempt.child_key(&format!("idem:message:{attempt}:{place}"));
+            let id = self.attempt.child_key(&format!("idem:message:{attempt}:{owner:016x}:{place}"));
             message.addressed(destination, id)
         };
         match journal.push(MAX_BYTES, address) {
@@ -161,19 +163,25 @@ pub(super) fn has_unsent(state: &State) -> bool {
 const GRACE: Duration = Duration::from_secs(1);
 
 /// Returns whether another process is probably sending the messages of the record: it wrote the record just now. `ttl`:
-/// retention of the record after its last write. Within a process the guards of `sends` are exact.
-pub(super) fn is_being_sent(context: &StoreContext, found: &Inspection, ttl: Duration) -> bool {
+/// retention of the record after its last write. `longest`: time after which the attempt has certainly ended. Within a
+/// process the guards of `sends` are exact.
+pub(super) fn is_being_sent(context: &StoreContext, found: &Inspection, ttl: Duration, longest: Duration) -> bool {
     let is_of_this_process = found.holder().is_none_or(|holder| holder == context.holder());
-    !is_of_this_process && found.record.retention(ttl).saturating_sub(found.expires_in) < GRACE
+    // The retention of this caller may differ from the retention of the record, so the age of the attempt bounds a
+    // wrong guess.
+    let is_young = found.began.is_some_and(|began| began < longest.saturating_add(GRACE));
+    let since = found.record.retention(ttl).checked_sub(found.expires_in);
+    !is_of_this_process && is_young && since.is_some_and(|since| since < GRACE)
 }
 
-/// Returns the future that sends the messages of a body that ran without a reservation; `None` if there are none.
-pub(super) fn unrecorded(attempt: &Attempt) -> Option<SendTask> {
-    let messages = attempt.unrecorded()?.seal()?;
+/// Returns the future that sends the messages of a body that ran without a reservation; `None` if there are none, or if
+/// the body returned an error.
+pub(super) fn unrecorded(attempt: &Attempt, is_ok: bool) -> Option<SendTask> {
+    let messages = attempt.unrecorded()?.seal().filter(|_| is_ok)?;
     let (store, key) = (Arc::clone(&attempt.store), attempt.key().clone());
     let pause = attempt.backoff.after(1, key.seed());
     Some(Box::pin(async move {
-        let dispatch = Dispatch { store: &*store, key: &key, attempt: 0, ran: true, pause };
+        let dispatch = Dispatch { store: &*store, key: &key, attempt: 0, ran: true, replayable: false, pause };
         dispatch.send_unrecorded(&messages).await
     }))
 }
@@ -207,15 +215,17 @@ fn recorded(result: &StoredResult, written: &Result<Verdict, StoreError>) -> Opt
 
 impl OutgoingMessages {
     /// Ends the lease of the attempt, and sends the messages.
-    pub(super) async fn send(self, held: &mut HeldAttempt) -> Result<(), Error> {
+    pub(super) async fn send(self, held: &mut HeldAttempt, replayable: bool) -> Result<(), Error> {
         let pause = held.pause();
         // Until here, duplicates in this process find the lease of the attempt, and leave its messages to it.
         let _sending = held.attempt().store.context().sends(held.attempt().key());
         let Attempt { store, lease, .. } = held.over();
         let Lease { key, owner, attempt, .. } = &lease;
-        let dispatch = Dispatch { store: &*store, key, attempt: *attempt, ran: true, pause };
+        let dispatch = Dispatch { store: &*store, key, attempt: *attempt, ran: true, replayable, pause };
         match self {
-            Self::Unrecorded(messages) => Dispatch { attempt: 0, ..dispatch }.send_unrecorded(&messages).await,
+            Self::Unrecorded(messages) => {
+                Dispatch { attempt: 0, replayable: false, ..dispatch }.send_unrecorded(&messages).await
+            }
             Self::Recorded(messages) => {
                 let seen =
                     Revision { owner: owner.tag(), attempt: *attempt, standing: Standing::Completed, journal: 0 };
@@ -232,6 +242,8 @@ pub(super) struct Dispatch<'a> {
     pub(super) attempt: u32,
     /// True if the body of this call ran.
     pub(super) ran: bool,
+    /// True if duplicates can replay the result.
+    pub(super) replayable: bool,
     /// Pause before the next delivery after a failure.
     pub(super) pause: Duration,
 }
@@ -239,7 +251,7 @@ pub(super) struct Dispatch<'a> {
 impl Dispatch<'_> {
     /// Returns the error of the call. `unsent`: number of messages that are not marked as sent, if it is known.
     pub(super) fn unsent(&self, unsent: Option<u32>, reason: UnsentReason) -> Error {
-        let Self { store, key, attempt, ran, pause } = *self;
+        let Self { store, key, attempt, ran, replayable, pause } = *self;
         let retry_after = match reason {
             // A deployment has to change, or a person has to repair the record.
             UnsentReason::NoSender => deployment_pause(Some(key)),
@@ -256,7 +268,8 @@ impl Dispatch<'_> {
             ),
             _ => tracing::warn!(%key, store, attempt, unsent, %reason, "the messages of an operation are not all sent"),
         }
-        Error::Unsent { key: key.clone(), store, attempt, ran, unsent, retry_after, reason: Box::new(reason) }
+        let (key, reason) = (key.clone(), Box::new(reason));
+        Error::Unsent { key, store, attempt, ran, replayable, unsent, retry_after, reason }
     }
 
     /// Sends the messages of the finished record `found`, as another process may have left it, and marks them as sent.
@@ -312,11 +325,11 @@ impl Dispatch<'_> {
     ) -> (Option<UnsentMessages>, Option<UnsentReason>) {
         let Self { key, attempt, .. } = *self;
         let (mut left, mut failure) = (Vec::new(), None);
-        let mut blocked = BTreeSet::new();
+        let (mut blocked, mut hangs) = (BTreeSet::new(), false);
         for unsent in messages.messages() {
             let (message, mut unsent) = (unsent.message(), unsent.clone());
             let destination = message.destination();
-            if unsent.set_aside || blocked.contains(destination) {
+            if hangs || unsent.set_aside || blocked.contains(destination) {
                 left.push(unsent);
                 continue;
             }
@@ -332,6 +345,8 @@ impl Dispatch<'_> {
                 }
                 None => UnsentReason::TimedOut { destination: destination.into() },
             };
+            // A broker that does not answer holds up all messages: each would take as long.
+            hangs |= matches!(reason, UnsentReason::TimedOut { .. });
             if unsent.set_aside {
                 tracing::error!(
                     %key, attempt, destination, id = message.id(), refusals = unsent.refusals,

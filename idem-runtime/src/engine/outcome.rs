@@ -131,8 +131,16 @@ impl Outcome {
         self.steps_in_doubt
     }
 
-    /// Returns whether a call of the delivery failed because the store did not answer. Such a delivery says nothing
-    /// about the message: if the consumer counts the deliveries itself, leave this delivery out of the count.
+    /// Returns whether the operation of the last call has finished, and not all of its
+    /// [messages](crate::Attempt::outbox) are marked as sent. Another delivery sends the rest; if there is none, a
+    /// [`Resender`](crate::outbox::Resender) does.
+    pub fn unsent(&self) -> bool {
+        self.call.unsent()
+    }
+
+    /// Returns whether a call of the delivery failed because the store did not answer, or because the broker of its
+    /// [messages](crate::Attempt::outbox) did not. Such a delivery says nothing about the message: if the consumer
+    /// counts the deliveries itself, leave this delivery out of the count.
     pub fn store_failed(&self) -> bool {
         self.store_failed
     }

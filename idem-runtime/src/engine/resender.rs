@@ -8,7 +8,7 @@ use super::outbox::{self, Dispatch};
 use crate::error::{Error, UnsentReason};
 use crate::key::{Key, KeyError};
 use crate::metrics::StoreOp;
-use crate::record::{Release, Reservation, ReserveRequest};
+use crate::record::{Inspection, Release, Reservation, ReserveRequest};
 use crate::store::{Filter, Store, StoreError};
 
 /// Scope of the leases under which a resender sends the messages of a record.
@@ -116,11 +116,13 @@ impl Resender {
     /// See [`run`](Self::run).
     pub async fn pass(&self) -> Result<Resent, StoreError> {
         let mut resent = Resent::default();
-        let mut filter = Filter::new().unsent().older_than(self.older_than);
+        let mut filter = Filter::new().unsent();
         (filter.scope, filter.scan) = (self.scope.clone(), self.scan);
         loop {
             let page = self.store.list(&filter).watched(&*self.store, StoreOp::List).await?;
-            for (key, _) in &page.records {
+            // Not a part of the filter, which would leave out a record whose age the store does not report.
+            let is_old = |found: &Inspection| found.began.is_none_or(|began| began >= self.older_than);
+            for (key, _) in page.records.iter().filter(|(_, found)| is_old(found)) {
                 match self.send(key).await {
                     Some(Ok(())) => resent.done += 1,
                     Some(Err(error)) => {
@@ -146,7 +148,7 @@ impl Resender {
         };
         let pause = self.every;
         let not_read = |attempt, source| {
-            let dispatch = Dispatch { store, key, attempt, ran: false, pause };
+            let dispatch = Dispatch { store, key, attempt, ran: false, replayable: true, pause };
             Some(Err(dispatch.unsent(None, UnsentReason::NotRead(source))))
         };
         let found = match store.inspect(key).watched(store, StoreOp::Inspect).await {
@@ -161,7 +163,7 @@ impl Resender {
         };
         let sent = match store.context().sends(key) {
             Some(_sending) => {
-                let dispatch = Dispatch { store, key, attempt, ran: false, pause };
+                let dispatch = Dispatch { store, key, attempt, ran: false, replayable: true, pause };
                 Some(dispatch.send_recorded(&found).await)
             }
             None => None,

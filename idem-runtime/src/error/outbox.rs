@@ -5,7 +5,7 @@ use std::fmt;
 use crate::codec::CodecError;
 use crate::store::StoreError;
 
-/// Reason why a message was not accepted; see [`Error::Outbox`](crate::Error::Outbox). Nothing was sent.
+/// Reason why a message was not accepted; see [`Error::Outbox`](crate::Error::Outbox). It was not sent.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum OutboxProblem {
@@ -48,7 +48,7 @@ impl fmt::Display for OutboxProblem {
             Self::InTransaction => f.write_str(
                 "the attempt runs in your transaction: write the message in the transaction, or use a handler with a lease",
             ),
-            Self::InStep => f.write_str("it was pushed inside of a step, which the next attempt may not run: push it after the step"),
+            Self::InStep => f.write_str("it was pushed inside of a step or of another idempotent call, which the next attempt may not run: push it after that"),
             Self::AttemptEnded => f.write_str("the body has returned, and its messages are recorded or given up"),
             Self::NoDestination => f.write_str("the destination is empty: name a topic, subject, queue or exchange"),
             Self::Unencodable(_) => f.write_str("its body does not encode"),
