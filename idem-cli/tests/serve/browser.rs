@@ -1,5 +1,6 @@
 //! A browser: headless Chromium, driven by the `WebDriver` protocol, which is JSON over HTTP.
 
+use std::ffi::OsStr;
 use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -27,19 +28,10 @@ impl Browser {
     /// Starts the program that `IDEM_TEST_CHROMEDRIVER` names, or `chromedriver`, with a browser.
     pub(crate) fn start() -> Self {
         let program = std::env::var_os("IDEM_TEST_CHROMEDRIVER").unwrap_or_else(|| "chromedriver".into());
-        // `setpriv` has the kernel kill the driver if this process dies first.
-        let mut driver = Command::new("setpriv")
-            .args(["--pdeathsig", "KILL"])
-            .arg(&program)
-            .arg("--port=0")
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap_or_else(|error| panic!("{}: {error}; run ./scripts/test", program.display()));
-        let mut lines = BufReader::new(driver.stdout.take().unwrap()).lines().map_while(Result::ok);
-        let port = lines.find_map(|line| {
-            line.strip_prefix("ChromeDriver was started successfully on port ")?.trim_end_matches('.').parse().ok()
-        });
-        let port = port.unwrap_or_else(|| panic!("{} does not start; run ./scripts/test", program.display()));
+        // The driver ends if the port that it has chosen is taken in one of two families of addresses.
+        let started = (0..5).find_map(|_| Self::start_driver(&program));
+        let (driver, port, lines) =
+            started.unwrap_or_else(|| panic!("{} does not start; run ./scripts/test", program.display()));
         // The driver would block if its output were not read.
         std::thread::spawn(move || lines.for_each(drop));
         let mut browser = Self { driver, port, session: String::new() };
@@ -53,6 +45,23 @@ impl Browser {
         let made = browser.ask("POST", "/session", &wanted);
         made["sessionId"].as_str().expect("a session").clone_into(&mut browser.session);
         browser
+    }
+
+    /// Starts the driver. Returns its process, its port and the rest of its output; `None` if it has ended.
+    fn start_driver(program: &OsStr) -> Option<(Child, u16, impl Iterator<Item = String> + Send + use<>)> {
+        // `setpriv` has the kernel kill the driver if this process dies first.
+        let mut driver = Command::new("setpriv")
+            .args(["--pdeathsig", "KILL"])
+            .arg(program)
+            .arg("--port=0")
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap_or_else(|error| panic!("{}: {error}; run ./scripts/test", program.display()));
+        let mut lines = BufReader::new(driver.stdout.take().unwrap()).lines().map_while(Result::ok);
+        let port = lines.find_map(|line| {
+            line.strip_prefix("ChromeDriver was started successfully on port ")?.trim_end_matches('.').parse().ok()
+        });
+        port.map(|port| (driver, port, lines))
     }
 
     fn send(&self, method: &str, target: &str, body: &Value) -> (u16, Value) {
