@@ -216,12 +216,22 @@ impl StoredResult {
         Some(read())
     }
 
-    /// Applies `change` to the result alone, and keeps the messages that are stored with it.
-    #[cfg(feature = "compressed")]
-    pub(crate) fn with_inner(&self, change: impl FnOnce(&Self) -> Option<Self>) -> Option<Self> {
+    /// Parts the result from the messages that are stored with it, for a wrapper that stores the result in another
+    /// form.
+    #[cfg(any(feature = "compressed", feature = "offloaded"))]
+    pub(crate) fn apart(&self) -> (Cow<'_, Self>, Option<UnsentMessages>) {
         match self.messages() {
-            Some(Ok((result, messages))) => change(&result).map(|changed| changed.with_messages(&messages)),
-            _ => change(self),
+            Some(Ok((result, messages))) => (Cow::Owned(result), Some(messages)),
+            _ => (Cow::Borrowed(self), None),
+        }
+    }
+
+    /// Joins what [`apart`](Self::apart) has parted.
+    #[cfg(any(feature = "compressed", feature = "offloaded"))]
+    pub(crate) fn together(self, messages: Option<&UnsentMessages>) -> Self {
+        match messages {
+            Some(messages) => self.with_messages(messages),
+            None => self,
         }
     }
 }

@@ -159,7 +159,8 @@ fn decompress(frame: &[u8], size: usize) -> Option<Vec<u8>> {
 impl CompressedInner {
     /// Returns the payload in an envelope; `None` if the payload is stored unchanged.
     fn pack(&self, payload: &StoredResult) -> Option<StoredResult> {
-        payload.with_inner(|result| self.pack_alone(result))
+        let (result, messages) = payload.apart();
+        Some(self.pack_alone(&result)?.together(messages.as_ref()))
     }
 
     fn pack_alone(&self, payload: &StoredResult) -> Option<StoredResult> {
@@ -177,16 +178,14 @@ impl CompressedInner {
     }
 
     fn unpack(&self, payload: &mut StoredResult) {
-        let unpacked = payload.with_inner(|packed| match packed {
-            StoredResult::Encoded { codec: CODEC, bytes } => Some(match self.open(bytes) {
-                Ok((codec, bytes)) => StoredResult::Encoded { codec, bytes },
-                Err(reason) => unreadable(reason),
-            }),
-            _ => None,
-        });
-        if let Some(unpacked) = unpacked {
-            *payload = unpacked;
-        }
+        let (packed, messages) = payload.apart();
+        let StoredResult::Encoded { codec: CODEC, bytes } = &*packed else { return };
+        let unpacked = match self.open(bytes) {
+            Ok((codec, bytes)) => StoredResult::Encoded { codec, bytes },
+            Err(reason) => unreadable(reason),
+        };
+        drop(packed);
+        *payload = unpacked.together(messages.as_ref());
     }
 
     /// Returns `inspection` with its result unpacked.

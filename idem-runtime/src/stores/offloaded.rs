@@ -13,7 +13,6 @@ use crate::codec::CodecName;
 use crate::combine::race;
 use crate::key::Key;
 use crate::record::envelope::{self, Envelope, Form, unreadable};
-use crate::record::messages::UnsentMessages;
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Lease, Record, Reservation, ReserveRequest, StoredResult, Verdict,
 };
@@ -295,14 +294,14 @@ impl OffloadedInner {
     /// Records `finish`. First uploads a large result as an object. A result with the codec name of the envelope is
     /// recorded in an envelope.
     async fn finish_offloaded(&self, lease: &Lease, finish: &Finish) -> Result<Verdict, StoreError> {
-        let (result, messages) = split(finish.result());
-        let StoredResult::Encoded { codec, bytes } = &result else {
+        let (result, messages) = finish.result().apart();
+        let StoredResult::Encoded { codec, bytes } = &*result else {
             return self.inner.finish(lease, finish).await;
         };
         if bytes.len() > self.options.above {
             match self.place(self.limit_of(lease), &lease.key, lease.owner.as_bytes(), (*codec, bytes)).await {
                 Ok((path, reference)) => {
-                    let offloaded = finish.with_result(joined(reference, messages.as_ref()));
+                    let offloaded = finish.with_result(reference.together(messages.as_ref()));
                     let written = self.inner.finish(lease, &offloaded).await;
                     // The object is removed only if no write of this attempt can have taken effect: a record must not
                     // lose its object.
@@ -322,7 +321,7 @@ impl OffloadedInner {
         match codec {
             // A reader would take the unchanged result for an envelope.
             &CODEC => {
-                let sealed = joined(sealed_as_it_was(bytes), messages.as_ref());
+                let sealed = sealed_as_it_was(bytes).together(messages.as_ref());
                 self.inner.finish(lease, &finish.with_result(sealed)).await
             }
             _ => self.inner.finish(lease, finish).await,
@@ -364,16 +363,16 @@ impl OffloadedInner {
     /// Replaces the envelope in a record by the result to which the envelope refers, before the record is replayed.
     async fn open_replay(&self, key: &Key, record: &mut Record) {
         let Some(payload) = record.state.result_mut() else { return };
-        let (result, messages) = split(payload);
-        if let StoredResult::Encoded { codec: CODEC, bytes } = &result {
-            // A failure is not returned as an error: with `on_store_error = run`, an error would run the finished
-            // operation again.
-            let opened = self.open(bytes).await.unwrap_or_else(|failure| {
-                tracing::warn!(%key, "a result can't be read: {}", failure.reason());
-                unreadable(failure.reason())
-            });
-            *payload = joined(opened, messages.as_ref());
-        }
+        let (result, messages) = payload.apart();
+        let StoredResult::Encoded { codec: CODEC, bytes } = &*result else { return };
+        // A failure is not returned as an error: with `on_store_error = run`, an error would run the finished operation
+        // again.
+        let opened = self.open(bytes).await.unwrap_or_else(|failure| {
+            tracing::warn!(%key, "a result can't be read: {}", failure.reason());
+            unreadable(failure.reason())
+        });
+        drop(result);
+        *payload = opened.together(messages.as_ref());
     }
 
     /// Returns the result to which the envelope in `bytes` refers, or the reason why it can't be read now.
@@ -448,21 +447,6 @@ impl StepValues for OffloadedInner {
     }
 }
 
-/// Returns a result alone, and the messages that are stored with it.
-fn split(stored: &StoredResult) -> (StoredResult, Option<UnsentMessages>) {
-    match stored.messages() {
-        Some(Ok((result, messages))) => (result, Some(messages)),
-        _ => (stored.clone(), None),
-    }
-}
-
-fn joined(result: StoredResult, messages: Option<&UnsentMessages>) -> StoredResult {
-    match messages {
-        Some(messages) => result.with_messages(messages),
-        None => result,
-    }
-}
-
 /// Returns `finish` in an envelope if a reader would take its unchanged result for an envelope.
 fn as_it_was(finish: &Finish) -> Option<Finish> {
     let StoredResult::Encoded { codec: CODEC, bytes } = finish.result() else { return None };
@@ -525,9 +509,13 @@ impl Store for OffloadedInner {
             let mut inspection = self.inner.inspect(key).await?;
             if let Some(Inspection { record, .. }) = &mut inspection
                 && let Some(payload) = record.state.result_mut()
-                && let (StoredResult::Encoded { codec: CODEC, bytes }, messages) = split(payload)
             {
-                *payload = joined(self.open_or_fail(&bytes).await?, messages.as_ref());
+                let (result, messages) = payload.apart();
+                if let StoredResult::Encoded { codec: CODEC, bytes } = &*result {
+                    let opened = self.open_or_fail(bytes).await?;
+                    drop(result);
+                    *payload = opened.together(messages.as_ref());
+                }
             }
             Ok(inspection)
         })
