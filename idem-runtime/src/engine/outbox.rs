@@ -151,7 +151,7 @@ type SendTask = Pin<Box<dyn Future<Output = Result<(), Error>> + Send>>;
 
 /// Returns whether a finished record holds messages that are to be sent.
 pub(super) fn has_unsent(state: &State) -> bool {
-    match state.result().filter(|result| result.has_messages()).and_then(StoredResult::messages) {
+    match state.result().and_then(StoredResult::messages) {
         Some(Ok((_, messages))) => messages.has_sendable(),
         // The call then reports the damage.
         Some(Err(_)) => true,

@@ -18,8 +18,8 @@ const SCOPE: &str = "idem::outbox";
 ///
 /// A broker delivers the input of a failed delivery again, and that delivery sends the messages. Where nothing delivers
 /// again (HTTP, cron), a resender does. It lists the records with unsent messages, and sends those of one record at a
-/// time, under a lease of the store for each record: any number of processes may run a resender, and none of them
-/// leads. A resender and a delivery may send the same message, with the same id.
+/// time, under a lease of the store for each record, which is not renewed: any number of processes may run a resender,
+/// and none of them leads. A resender and a delivery may send the same message, with the same id.
 ///
 /// A list reads the key of every record of the store or of one [scope](Self::scope), because no store has an index of
 /// unsent messages: choose the pause accordingly. Redis has no order of its keys, and needs [`scan`](Self::scan).

@@ -233,9 +233,12 @@ fn write_message(out: &mut Vec<u8>, message: &OutgoingMessage) {
 
 /// Returns the size of a message in a list.
 pub(crate) fn written_bytes(message: &OutgoingMessage) -> usize {
-    let mut out = Vec::new();
-    write_message(&mut out, message);
-    out.len() + 5
+    let OutgoingMessage { destination, id, key, headers, body } = message;
+    let field = |bytes: usize| 4 + bytes;
+    let headers: usize = headers.iter().map(|(name, value)| field(name.len()) + field(value.len())).sum();
+    let key = 1 + key.as_ref().map_or(0, |key| field(key.len()));
+    // The number of headers, and after the body the number of refusals and whether the message is set aside.
+    field(destination.len()) + field(id.len()) + key + 2 + headers + field(body.len()) + 4 + 1
 }
 
 /// Writes a length and the bytes. `push` accepts no longer text.

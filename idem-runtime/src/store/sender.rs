@@ -58,33 +58,26 @@ pub trait Sender: Send + Sync + 'static {
     }
 }
 
-impl<S: Sender + ?Sized> Sender for Arc<S> {
-    fn send<'a>(&'a self, message: &'a OutgoingMessage) -> SendFuture<'a> {
-        (**self).send(message)
-    }
+/// Makes senders of pointers to senders, so that a program can choose its broker when it starts.
+macro_rules! through {
+    ($($pointer:ident),*) => {$(
+        impl<S: Sender + ?Sized> Sender for $pointer<S> {
+            fn send<'a>(&'a self, message: &'a OutgoingMessage) -> SendFuture<'a> {
+                (**self).send(message)
+            }
 
-    fn timeout(&self) -> Duration {
-        (**self).timeout()
-    }
+            fn timeout(&self) -> Duration {
+                (**self).timeout()
+            }
 
-    fn max_refusals(&self) -> u32 {
-        (**self).max_refusals()
-    }
+            fn max_refusals(&self) -> u32 {
+                (**self).max_refusals()
+            }
+        }
+    )*};
 }
 
-impl<S: Sender + ?Sized> Sender for Box<S> {
-    fn send<'a>(&'a self, message: &'a OutgoingMessage) -> SendFuture<'a> {
-        (**self).send(message)
-    }
-
-    fn timeout(&self) -> Duration {
-        (**self).timeout()
-    }
-
-    fn max_refusals(&self) -> u32 {
-        (**self).max_refusals()
-    }
-}
+through!(Arc, Box);
 
 /// Reason why a broker has not confirmed a message.
 ///
