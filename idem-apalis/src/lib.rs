@@ -76,6 +76,9 @@
 //!   that such a duplicate needs.
 //! - *The attempts of a task count results, not crashes.* A task that kills its worker never reaches a limit of apalis.
 //!   [`Policy::max_attempts`] counts crashes, too.
+//! - *An idle worker can sleep through its own heartbeat.* If the heartbeat is due while apalis-core fetches tasks,
+//!   nothing wakes the worker again until one of its tasks ends: it sends no heartbeats and fetches nothing. Poll the
+//!   future of the worker regularly, such as in a `select!` with an interval, as `examples/apalis` does.
 //! - *A worker that loses a task goes on with it.* A worker without heartbeats, such as a stopped virtual machine,
 //!   loses its tasks to other workers. The other worker finds a running attempt, or takes over after the lease.
 //! - *The next result of such a worker ends the worker.* apalis-redis refuses the result of a lost task, and the worker

@@ -17,6 +17,7 @@
 
 use std::io;
 use std::path::Path;
+use std::pin::pin;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -28,7 +29,7 @@ use idem_examples::servers::Server;
 use idem_runtime::policy::Backoff;
 use idem_runtime::{Key, Operation, Policy, StoreExt as _, current, observe};
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::time::sleep;
+use tokio::time::{interval, sleep};
 use tower::{Service, ServiceExt as _, service_fn};
 
 const HANDLERS: usize = 8;
@@ -94,9 +95,15 @@ async fn work(run: Run) -> Result<(), Failure> {
         late.recv().await;
         sleep(GRACE).await;
     };
-    tokio::select! {
-        ended = worker.run_until(stopped) => ended?,
-        () = late => {}
+    let (mut worker, mut late) = (pin!(worker.run_until(stopped)), pin!(late));
+    let mut wake = interval(BROKER_TIMEOUT / 4);
+    loop {
+        tokio::select! {
+            ended = &mut worker => break ended?,
+            () = &mut late => break,
+            // A worker of apalis 1.0 can sleep through its own heartbeat. Each tick polls the worker.
+            _ = wake.tick() => {}
+        }
     }
     store.flush().await;
     Ok(())

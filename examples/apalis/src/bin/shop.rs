@@ -5,6 +5,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
+use std::pin::pin;
 use std::time::Duration;
 
 use apalis::prelude::{BoxDynError, Task, WorkerBuilder};
@@ -13,6 +14,7 @@ use idem_apalis::{DeliveryLayer, OperationLayer};
 use idem_runtime::policy::Backoff;
 use idem_runtime::{Policy, SqliteStore, current, idempotent};
 
+const BEAT: Duration = Duration::from_millis(500);
 const POLICY: Policy = Policy::new(Duration::from_secs(86_400))
     .lease(Duration::from_secs(1))
     .max_attempts(3)
@@ -72,10 +74,8 @@ async fn notify(shop: &Shop, order: &str) -> Result<String, BoxDynError> {
 async fn work(url: &str, queue: &str, folder: &Path) -> Result<(), BoxDynError> {
     let store = SqliteStore::open(folder.join("idem.db")).await?;
     let shop = Shop { folder: folder.to_owned(), store: store.clone() };
-    let config = |name: String| {
-        let beat = Duration::from_millis(500);
-        Config::default().queue(&name).batch_size(1).heartbeat_interval(beat).missed_heartbeats(4)
-    };
+    let config =
+        |name: String| Config::default().queue(&name).batch_size(1).heartbeat_interval(BEAT).missed_heartbeats(4);
     let connection = apalis_redis::connect(url).await?;
     let orders = RedisStorage::new(connection.clone()).with_config(config(format!("{queue}-orders")));
     let mails = RedisStorage::new(connection).with_config(config(format!("{queue}-mails")));
@@ -98,8 +98,15 @@ async fn work(url: &str, queue: &str, folder: &Path) -> Result<(), BoxDynError> 
     });
     let orders = WorkerBuilder::new(name("orders")).backend(orders).build(charge);
     let mails = WorkerBuilder::new(name("mails")).backend(mails).build(careless);
-    tokio::try_join!(orders.run(), mails.run())?;
-    Ok(())
+    let mut workers = pin!(async { tokio::try_join!(orders.run(), mails.run()) });
+    let mut wake = tokio::time::interval(BEAT);
+    loop {
+        tokio::select! {
+            ended = &mut workers => return ended.map(drop).map_err(Into::into),
+            // A worker of apalis 1.0 can sleep through its own heartbeat. Each tick polls the workers.
+            _ = wake.tick() => {}
+        }
+    }
 }
 
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
