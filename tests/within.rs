@@ -8,6 +8,7 @@
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 
 mod within {
+    mod outbox;
     mod steps;
 }
 

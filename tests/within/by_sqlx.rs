@@ -90,7 +90,7 @@ pub(crate) async fn make_call(
         false => operation.run(body).await,
     }
 }
-async fn insert(tx: &SqlxTransaction<'_>, name: &str) {
+pub(crate) async fn insert(tx: &SqlxTransaction<'_>, name: &str) {
     let insert = query("INSERT INTO payments VALUES ($1)").bind(name);
     insert.execute(&mut **tx.lock().await).await.unwrap();
 }

@@ -395,7 +395,9 @@ impl<'a> Request<'a> {
                     OpenAnswer::EndsLate(attempt)
                 }
                 Ok(Reservation::Finished { record, .. })
-                    if self.mode == Mode::Enforce && outbox::has_unsent(&record.state) =>
+                    if self.mode == Mode::Enforce
+                        && outbox::has_unsent(&record.state)
+                        && !outbox::leave_after_commit(self.store().context()) =>
                 {
                     OpenAnswer::Unsent(record.attempt)
                 }

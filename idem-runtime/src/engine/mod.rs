@@ -48,12 +48,14 @@ pub(crate) use self::ending::AttemptEnd;
 pub use self::observe::{CatchPanics, Observe, observe};
 pub use self::observed_call::Refusal;
 #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
-pub(crate) use self::observed_call::TransactionEnd;
+pub(crate) use self::observed_call::{ErrorFacts, TransactionEnd};
 #[cfg(feature = "testing")]
 pub(crate) use self::observer::Observation;
 #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
 pub(crate) use self::observer::{settle, unsettled};
 pub use self::outbox::Outbox;
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+pub(crate) use self::outbox::{has_unsent, send_committed, send_unrecorded};
 pub use self::outcome::Outcome;
 #[cfg(feature = "tower")]
 pub(crate) use self::poll_notes::has_begun_to_wait;

@@ -344,6 +344,8 @@ impl ObservedCall {
 #[cfg_attr(not(any(feature = "postgres", feature = "with-rusqlite")), expect(dead_code, reason = "no transactions"))]
 pub(crate) enum TransactionEnd {
     Committed,
+    /// The transaction was committed, and not all messages of its calls are marked as sent.
+    Unsent(ErrorFacts),
     /// The transaction was rolled back. `failures_recorded` is true if the errors that the calls had recorded in this
     /// transaction were recorded again in a separate transaction.
     RolledBack {

@@ -8,9 +8,9 @@ use tracing::Span;
 
 use super::beat::TimerSlot;
 use super::budget::Budget;
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
-use super::observed_call::TransactionEnd;
 use super::observed_call::{ObservedCall, Progress};
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+use super::observed_call::{RecordedPart, TransactionEnd};
 use super::turns::Turns;
 use crate::key::Key;
 use crate::record::Traceparent;
@@ -227,10 +227,16 @@ pub(crate) fn settle(settled: TransactionEnd) {
         *changed = true;
         // The entry of the first call holds the state of the transaction.
         let mut transaction = ObservedCall::NEW;
-        if let TransactionEnd::NotBegun { again } = settled {
-            // The calls of an earlier try are undone, and must not decide the disposition.
-            calls.fill(ObservedCall::NEW);
-            transaction.again = Some(again);
+        match settled {
+            TransactionEnd::NotBegun { again } => {
+                // The calls of an earlier try are undone, and must not decide the disposition.
+                calls.fill(ObservedCall::NEW);
+                transaction.again = Some(again);
+            }
+            TransactionEnd::Unsent(error) => {
+                transaction.progress = Progress::Unsent { ran: true, kept: RecordedPart::Result, error };
+            }
+            TransactionEnd::Committed | TransactionEnd::RolledBack { .. } => {}
         }
         match calls.first_mut() {
             Some(first) => *first = transaction,

@@ -18,6 +18,8 @@ use crate::combine::race;
 use crate::error::{Error, OutboxProblem, UnsentReason, deployment_pause};
 use crate::key::Key;
 use crate::metrics::StoreOp;
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+use crate::policy::Backoff;
 use crate::record::messages::{OutgoingMessage, UnsentMessages};
 use crate::record::{Decision, DecisionAnswer, Finish, Inspection, Lease, Revision, State, StoredResult, Verdict};
 use crate::store::sender::Sender;
@@ -98,9 +100,10 @@ impl Outbox<'_> {
     ///
     /// # Errors
     /// [`Error::Outbox`] if the store handle has no sender, the messages of this attempt have more than 256 KiB
-    /// together, the body has returned, or the attempt runs in the user's transaction. A push inside of a
-    /// [step](Attempt::step) or of another idempotent call is refused as well: the next attempt would not run it, and
-    /// so would not push. (A task that a step spawns is not recognised.) The message is not added.
+    /// together, or the body has returned. In the user's transaction a push needs `transact` and
+    /// [`sender_of`](crate::within::Within::sender_of). A push inside of a [step](Attempt::step) or of another
+    /// idempotent call is refused as well: the next attempt would not run it, and so would not push. (A task that a
+    /// step spawns is not recognised.) The message is not added.
     pub fn push(&self, destination: &str, message: OutgoingMessage) -> Result<(), Error> {
         let Attempt { store, .. } = self.attempt;
         let refused = |problem: OutboxProblem| {
@@ -110,11 +113,9 @@ impl Outbox<'_> {
             }
             Err(Error::Outbox { key: Some(self.attempt.key().clone()), problem })
         };
-        if !store.context().renews() {
-            return refused(OutboxProblem::InTransaction);
-        }
         if store.context().sender().is_none() {
-            return refused(OutboxProblem::NoSender);
+            let is_leased = store.context().renews();
+            return refused(if is_leased { OutboxProblem::NoSender } else { OutboxProblem::InTransaction });
         }
         if is_inside_step_of(&self.attempt.lease) || is_inside_another(self.attempt) {
             return refused(OutboxProblem::InStep);
@@ -150,13 +151,49 @@ impl Outbox<'_> {
 type SendTask = Pin<Box<dyn Future<Output = Result<(), Error>> + Send>>;
 
 /// Returns whether a finished record holds messages that are to be sent.
-pub(super) fn has_unsent(state: &State) -> bool {
+pub(crate) fn has_unsent(state: &State) -> bool {
     match state.result().and_then(StoredResult::messages) {
         Some(Ok((_, messages))) => messages.has_sendable(),
         // The call then reports the damage.
         Some(Err(_)) => true,
         None => false,
     }
+}
+
+/// Returns whether the messages of a call leave only after the commit of the user's transaction: the transaction takes
+/// note of them, and nothing is sent in the call.
+pub(super) fn leave_after_commit(context: &StoreContext) -> bool {
+    !context.renews() && context.sender().is_some()
+}
+
+/// Sends the messages of the operation `key`, whose record was committed in a user's transaction, and marks them as
+/// sent. `store` holds the record; `ran`: the body ran in this delivery.
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+pub(crate) async fn send_committed(store: &dyn Store, key: &Key, ran: bool) -> Result<(), Error> {
+    let dispatch = |attempt, pause| Dispatch { store, key, attempt, ran, replayable: true, pause };
+    let unread = dispatch(0, Backoff::DEFAULT.after(1, key.seed()));
+    let found = match store.inspect(key).watched(store, StoreOp::Inspect).await {
+        Ok(Some(found)) => found,
+        // The store is not the one of the transaction, or the user has undone the call by a savepoint of their own.
+        Ok(None) => return Err(unread.unsent(None, UnsentReason::RecordChanged)),
+        Err(source) => return Err(unread.unsent(None, UnsentReason::NotRead(source))),
+    };
+    if !has_unsent(&found.record.state) {
+        return Ok(());
+    }
+    let dispatch = dispatch(found.attempt(), Backoff::DEFAULT.during(found.began.unwrap_or_default(), key.seed()));
+    match store.context().sends(key) {
+        Some(_sending) => dispatch.send_recorded(&found).await,
+        None => Err(dispatch.unsent(None, UnsentReason::Sending)),
+    }
+}
+
+/// Sends messages of the operation `key` that no record holds, after the commit of the user's transaction.
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+pub(crate) async fn send_unrecorded(store: &dyn Store, key: &Key, messages: &[OutgoingMessage]) -> Result<(), Error> {
+    let Some(messages) = UnsentMessages::pushed(messages) else { return Ok(()) };
+    let pause = Backoff::DEFAULT.after(1, key.seed());
+    Dispatch { store, key, attempt: 0, ran: true, replayable: false, pause }.send_unrecorded(&messages).await
 }
 
 /// Time after the write of a record in which the process of its attempt is probably sending the messages.
@@ -199,7 +236,7 @@ pub(super) enum OutgoingMessages {
 pub(super) fn outgoing(attempt: &EndingAttempt, written: &Result<Verdict, StoreError>) -> Option<OutgoingMessages> {
     let Some(AttemptEnd::Finish(Finish::Completed(result))) = &attempt.ending else { return None };
     match attempt.held.enforced {
-        true if !result.has_messages() => None,
+        true if !result.has_messages() || leave_after_commit(attempt.held.attempt().store.context()) => None,
         true => recorded(result, written),
         false => attempt.held.seal_messages().map(OutgoingMessages::Unrecorded),
     }

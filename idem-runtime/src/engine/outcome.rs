@@ -15,6 +15,7 @@ use crate::policy::Backoff;
 /// The methods about a call describe the last call. The [disposition](Outcome::disposition) of the message depends on
 /// all calls.
 #[derive(Clone, PartialEq, Eq, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "the answers to independent questions")]
 pub struct Outcome {
     call: ObservedCall,
     disposition: Disposition,
@@ -24,6 +25,7 @@ pub struct Outcome {
     uncertain: bool,
     steps_in_doubt: u32,
     store_failed: bool,
+    unsent: bool,
     is_last_delivery: bool,
     delivery: Option<u32>,
 }
@@ -131,11 +133,10 @@ impl Outcome {
         self.steps_in_doubt
     }
 
-    /// Returns whether the operation of the last call has finished, and not all of its
-    /// [messages](crate::Attempt::outbox) are marked as sent. Another delivery sends the rest; if there is none, a
-    /// [`Resender`](crate::outbox::Resender) does.
+    /// Returns whether the operation of a call has finished, and not all of its [messages](crate::Attempt::outbox) are
+    /// marked as sent. Another delivery sends the rest; if there is none, a [`Resender`](crate::outbox::Resender) does.
     pub fn unsent(&self) -> bool {
-        self.call.unsent()
+        self.unsent
     }
 
     /// Returns whether a call of the delivery failed because the store did not answer, or because the broker of its
@@ -237,6 +238,7 @@ impl Outcome {
         let uncertain = steps_in_doubt > 0 || calls.iter().any(ObservedCall::uncertain);
         let misconfigured = calls.iter().any(ObservedCall::misconfigured);
         let store_failed = calls.iter().any(ObservedCall::store_failed);
+        let unsent = calls.iter().any(ObservedCall::unsent);
         let is_mismatch = calls.iter().any(ObservedCall::is_mismatch);
         let again = calls.iter().filter_map(|call| call.again).max();
         let call = calls.pop().unwrap_or(ObservedCall::NEW);
@@ -262,7 +264,17 @@ impl Outcome {
             budget.retry(None, Some(pause), call.key.as_ref())
         });
         let (is_last_delivery, delivery) = (budget.is_last(), budget.number());
-        Self { call, disposition, uncommitted, uncertain, steps_in_doubt, store_failed, is_last_delivery, delivery }
+        Self {
+            call,
+            disposition,
+            uncommitted,
+            uncertain,
+            steps_in_doubt,
+            store_failed,
+            unsent,
+            is_last_delivery,
+            delivery,
+        }
     }
 
     /// Returns the outcome of a delivery that did not begin, and may begin after the time `after`.
@@ -276,6 +288,7 @@ impl Outcome {
             uncertain: false,
             steps_in_doubt: 0,
             store_failed: true,
+            unsent: false,
             is_last_delivery: budget.is_last(),
             delivery: budget.number(),
         }

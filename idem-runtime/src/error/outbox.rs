@@ -11,7 +11,8 @@ use crate::store::StoreError;
 pub enum OutboxProblem {
     /// The store handle has no [sender](crate::StoreExt::with_sender).
     NoSender,
-    /// The attempt runs in the user's transaction.
+    /// The attempt runs in the user's transaction, which has no [sender](crate::within::Within::sender_of), or whose
+    /// commit the library does not see.
     InTransaction,
     /// The message was pushed inside of a step of the same attempt: the next attempt does not run a step that has
     /// ended, and would not push.
@@ -46,7 +47,8 @@ impl fmt::Display for OutboxProblem {
         match self {
             Self::NoSender => f.write_str("the store handle has no sender: call `with_sender` where the store is opened"),
             Self::InTransaction => f.write_str(
-                "the attempt runs in your transaction: write the message in the transaction, or use a handler with a lease",
+                "the attempt runs in your transaction: begin it by `transact`, which sends after the commit, and name a store \
+                 that has a sender: `within(tx).sender_of(&store)`",
             ),
             Self::InStep => f.write_str("it was pushed inside of a step or of another idempotent call, which the next attempt may not run: push it after that"),
             Self::AttemptEnded => f.write_str("the body has returned, and its messages are recorded or given up"),

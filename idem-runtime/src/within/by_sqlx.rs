@@ -26,7 +26,7 @@ where
             let (tx, ended, journal) = run(begun, &clock, work.clone()).await;
             let failed = match ended {
                 Ok(done) => match commit(tx).await {
-                    Ok(()) => return Ok(committed(done)),
+                    Ok(()) => return Ok(committed(done, journal).await),
                     Err(error) => {
                         let code = error.as_database_error().and_then(DatabaseError::code);
                         let conflicts = code.is_some_and(|code| is_conflict(&code));

@@ -73,7 +73,7 @@ impl PostgresStore {
                 let (tx, ended, journal) = run(begun, &clock, work.clone()).await;
                 let failed = match ended {
                     Ok(done) => match commit(tx).await {
-                        Ok(()) => return Ok(committed(done)),
+                        Ok(()) => return Ok(committed(done, journal).await),
                         Err(error) => {
                             let conflicts = error.code().is_some_and(|code| is_conflict(code.code()));
                             TryFailure::at_commit(error, conflicts)

@@ -15,6 +15,7 @@ use super::savepoint::{SavepointScope, Undo};
 use super::turns::{CallNode, PolledCall};
 use crate::engine::{Operation, Recorder};
 use crate::error::Error;
+use crate::store::Store;
 use crate::store::transaction::TransactionStore;
 
 /// Storage of an [`Operation`] whose record is inside of a transaction; see
@@ -25,6 +26,8 @@ pub struct InTransaction<'a, C> {
     pub(super) notes: &'a TransactionNotes,
     /// True if the writes of a body that does not complete are undone; false in shadow mode.
     pub(super) undoes: bool,
+    /// Store whose sender publishes the messages of the call after the commit.
+    pub(super) outbox: Option<Arc<dyn Store>>,
 }
 
 impl<C> fmt::Debug for InTransaction<'_, C> {
@@ -51,8 +54,8 @@ impl<R, C: TransactionStore> Operation<R, InTransaction<'_, C>> {
         E: From<Error>,
         B: Future<Output = Result<T, E>>,
     {
-        let (operation, InTransaction { asked, transaction, notes, undoes }) = self.at(());
-        let scene = Arc::new(SavepointScope::new(transaction, notes, undoes));
+        let (operation, InTransaction { asked, transaction, notes, undoes, outbox }) = self.at(());
+        let scene = Arc::new(SavepointScope::new(transaction, notes, undoes, outbox));
         let doer = Arc::clone(&scene);
         TransactionCall {
             asked,

@@ -1,10 +1,11 @@
-//! Notes about the attempts in a transaction that the library began, for use after a rollback.
+//! Notes about the attempts in a transaction that the library began, for use after its commit or rollback.
 
+use super::outbox::CommitOutbox;
 use crate::record::{Finish, Release, Reservation, ReserveRequest, Verdict};
 use crate::store::StoreError;
 use crate::store::transaction::TransactionStore;
 
-/// Notes about a transaction, for use after its rollback.
+/// Notes about a transaction, for use after its end.
 #[derive(Default)]
 pub(super) struct Journal {
     /// Attempts that began in the transaction, the earliest first.
@@ -12,6 +13,8 @@ pub(super) struct Journal {
     /// True if a statement of the library conflicted with another transaction, so that the whole transaction should be
     /// tried again.
     pub(super) conflict: bool,
+    /// Messages that leave after the commit.
+    pub(super) outbox: CommitOutbox,
 }
 
 impl Journal {

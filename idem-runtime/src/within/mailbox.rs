@@ -16,6 +16,7 @@ use crate::key::Key;
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Release, Reservation, ReserveRequest, Verdict,
 };
+use crate::store::sender::Sender as MessageSender;
 use crate::store::{Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture};
 
 /// A request of the engine, which the future of the call answers in the transaction.
@@ -59,20 +60,21 @@ impl fmt::Debug for Mailbox {
 
 impl Mailbox {
     /// Makes the mailbox of one call. Returns the mailbox, and the receiver of its requests. `place` is the table or
-    /// the schema of the records.
+    /// the schema of the records; `outbox` takes the messages that no record holds.
     pub(super) fn open(
         name: &'static str,
         (namespace, holder): (&str, &str),
         place: &str,
         clock: Arc<dyn Clock>,
+        outbox: Option<Arc<dyn MessageSender>>,
     ) -> (Arc<dyn Store>, mpsc::UnboundedReceiver<MailboxRequest>) {
         let (asks, asked) = mpsc::unbounded_channel();
-        let mailbox = Arc::new_cyclic(|this| Self {
-            this: Weak::clone(this),
-            namespace: namespace.into(),
-            context: StoreContext::in_transaction(name, clock, place).held_by(holder),
-            asks,
-        });
+        let context = StoreContext::in_transaction(name, clock, place).held_by(holder);
+        if let Some(outbox) = outbox {
+            context.set_sender(outbox);
+        }
+        let mailbox =
+            Arc::new_cyclic(|this| Self { this: Weak::clone(this), namespace: namespace.into(), context, asks });
         (mailbox, asked)
     }
 

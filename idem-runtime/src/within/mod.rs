@@ -8,6 +8,7 @@ mod call;
 mod journal;
 mod mailbox;
 mod open;
+mod outbox;
 #[cfg(feature = "postgres")]
 mod postgres;
 mod savepoint;
@@ -24,11 +25,14 @@ pub use self::call::InTransaction;
 use self::mailbox::Mailbox;
 pub use self::open::OpenTransaction;
 use self::open::TransactionNotes;
+use self::outbox::UntilCommit;
 pub use self::step::StepWithin;
 use crate::codec::Json;
 use crate::engine::{Operation, RecordValues};
 use crate::key::{Key, KeyError};
 use crate::policy::{Mode, Policy};
+use crate::store::Store;
+use crate::store::sender::Sender;
 pub use crate::store::transaction::{DriverTransaction, TransactionStore};
 
 /// Records inside your open transaction; made by `PostgresStore::within` and `SqliteStore::within`, for
@@ -81,6 +85,8 @@ pub struct Within<'a, C> {
     notes: &'a TransactionNotes,
     namespace: Box<str>,
     holder: Box<str>,
+    /// Store whose sender publishes the messages after the commit.
+    outbox: Option<Arc<dyn Store>>,
 }
 
 impl<C> fmt::Debug for Within<'_, C> {
@@ -91,7 +97,7 @@ impl<C> fmt::Debug for Within<'_, C> {
 
 impl<'a, C> Within<'a, C> {
     fn new(transaction: C, notes: &'a TransactionNotes) -> Self {
-        Self { transaction, notes, namespace: Box::default(), holder: Box::default() }
+        Self { transaction, notes, namespace: Box::default(), holder: Box::default(), outbox: None }
     }
 
     /// Name of this application, for its child keys (default: none); see [`Store::namespace`](crate::Store::namespace).
@@ -108,6 +114,58 @@ impl<'a, C> Within<'a, C> {
         self.holder = name.into();
         self
     }
+
+    /// Names the store whose [sender](crate::StoreExt::with_sender) publishes the messages of the calls
+    /// ([`Attempt::outbox`](crate::Attempt::outbox)): a store of the same records.
+    ///
+    /// The messages are committed with the record and the rows of the body. After the commit `transact` sends them, and
+    /// marks them as sent in `store`. If not all are sent, `transact` returns the value of its work, and the
+    /// [`Outcome`](crate::Outcome) is [unsent](crate::Outcome::unsent): the next delivery sends the rest. Only
+    /// `transact` takes messages, because the library does not see the commit of a transaction that you begin yourself.
+    ///
+    /// ```
+    /// # tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(async {
+    /// use idem_runtime::outbox::{OutgoingMessage, SendFuture, Sender};
+    /// use idem_runtime::within::OpenTransaction;
+    /// use idem_runtime::{Disposition, SqliteStore, StoreExt, current, idempotent};
+    /// use rusqlite::{Connection, Transaction};
+    /// type AnyError = Box<dyn std::error::Error + Send + Sync>;
+    ///
+    /// struct Printer;
+    ///
+    /// impl Sender for Printer {
+    ///     fn send<'a>(&'a self, message: &'a OutgoingMessage) -> SendFuture<'a> {
+    ///         Box::pin(async move {
+    ///             println!("{} for {}", message.id(), message.destination());
+    ///             Ok(())
+    ///         })
+    ///     }
+    /// }
+    ///
+    /// #[idempotent(key = "{order}", ttl = "7d", store = SqliteStore::within(tx).sender_of(store), scope = "pay")]
+    /// async fn pay(tx: &OpenTransaction<Transaction<'_>>, store: &SqliteStore, order: i64) -> Result<usize, AnyError> {
+    ///     current()?.outbox().push("orders.paid", OutgoingMessage::json(&order)?.key(order))?;
+    ///     Ok(tx.execute("INSERT INTO payments (order_id) VALUES (?1)", [order])?)
+    /// }
+    ///
+    /// # let folder = std::env::temp_dir().join(format!("idem-sender-of-{}", std::process::id()));
+    /// # std::fs::create_dir_all(&folder).unwrap();
+    /// # let path = folder.join("shop.db");
+    /// let store = SqliteStore::open(&path).await.unwrap().with_sender(Printer);
+    /// let mut connection = Connection::open(&path).unwrap();
+    /// connection.execute_batch("CREATE TABLE payments (order_id INTEGER)").unwrap();
+    /// let (paid, outcome) = SqliteStore::transact(&mut connection, async |tx| pay(tx, &store, 42).await).await;
+    /// assert_eq!(paid.unwrap(), 1);
+    /// assert_eq!(outcome.disposition(), Disposition::Ack); // Committed, sent and marked.
+    /// # drop((store, connection));
+    /// # std::fs::remove_dir_all(&folder).unwrap();
+    /// # });
+    /// ```
+    #[must_use]
+    pub fn sender_of<S: Store + ?Sized>(mut self, store: &S) -> Self {
+        self.outbox = Some(store.handle());
+        self
+    }
 }
 
 impl<'a, C: TransactionStore> Within<'a, C> {
@@ -117,12 +175,22 @@ impl<'a, C: TransactionStore> Within<'a, C> {
         key: Result<Key, KeyError>,
         policy: Policy,
     ) -> Operation<RecordValues<Json>, InTransaction<'a, C>> {
-        let Self { transaction, notes, namespace, holder } = self;
+        let Self { transaction, notes, namespace, holder, outbox } = self;
+        let outbox = outbox.as_ref().filter(|store| store.context().sender().is_some());
+        // Without a journal the user has begun the transaction, and nothing could send after its commit.
+        let until_commit = match (outbox, &notes.journal, &key) {
+            (Some(store), Some(journal), Ok(key)) => {
+                let (journal, store, key) = (Arc::clone(journal), Arc::clone(store), key.clone());
+                Some(Arc::new(UntilCommit { journal, store, key }) as Arc<dyn Sender>)
+            }
+            _ => None,
+        };
         let (mailbox, asked) =
-            Mailbox::open(C::NAME, (namespace, holder), transaction.place(), Arc::clone(&notes.clock));
+            Mailbox::open(C::NAME, (namespace, holder), transaction.place(), Arc::clone(&notes.clock), until_commit);
         // Shadow mode must not change the effect of the body, so it undoes no write of a body that fails.
         let undoes = policy.current_mode() == Mode::Enforce;
-        let place = InTransaction { asked, transaction: transaction.clone(), notes, undoes };
+        let outbox = outbox.cloned();
+        let place = InTransaction { asked, transaction: transaction.clone(), notes, undoes, outbox };
         Operation::new(&mailbox, key, policy).at(place).0
     }
 

@@ -49,7 +49,7 @@ impl<T: DriverTransaction> OpenTransaction<T> {
     /// Guards a transaction that the library has begun, and whose attempts are counted even after a rollback.
     pub(super) fn with_journal(transaction: T, clock: Arc<dyn Clock>) -> Self {
         let mut this = Self::with_clock(transaction, clock);
-        this.notes.journal = Some(Mutex::default());
+        this.notes.journal = Some(Arc::default());
         this
     }
 
@@ -87,9 +87,9 @@ impl<T: DriverTransaction> fmt::Debug for OpenTransaction<T> {
 /// Data that the calls in one transaction share.
 pub(super) struct TransactionNotes {
     pub(super) calls: CallStack,
-    /// Notes for the time after a rollback; `None` in a transaction that the user began, whose attempts are not counted
-    /// after a rollback.
-    journal: Option<Mutex<Journal>>,
+    /// Notes for the time after the end; `None` in a transaction that the user began, whose end the library does not
+    /// see.
+    pub(super) journal: Option<Arc<Mutex<Journal>>>,
     pub(super) clock: Arc<dyn Clock>,
 }
 

@@ -10,11 +10,12 @@ use std::time::Duration;
 use super::mailbox::{MailboxRequest, Sender};
 use super::open::TransactionNotes;
 use super::turns::{CallNode, Turn};
+use crate::engine::has_unsent;
 use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::{Finish, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict};
 use crate::store::transaction::{TransactionStore, is_conflict};
-use crate::store::{StoreError, StoreErrorKind};
+use crate::store::{Store, StoreError, StoreErrorKind};
 use crate::sync::lock;
 
 /// Size in bytes from which a result may be too large for the server. Such a result is written inside of a further
@@ -25,6 +26,8 @@ const LARGE: usize = 1024 * 1024;
 pub(super) struct SavepointScope<'a, C> {
     transaction: C,
     notes: &'a TransactionNotes,
+    /// Store whose sender publishes the messages of the call after the commit.
+    outbox: Option<Arc<dyn Store>>,
     /// True if the writes of a body that does not complete are undone; false in shadow mode.
     undoes: bool,
     state: Mutex<CallState<'a>>,
@@ -34,15 +37,23 @@ struct CallState<'a> {
     turn: Option<Turn<'a>>,
     /// Number of open savepoints of the call, at most two: one of the call itself, and one of a write in the call.
     saved: usize,
+    /// The call, once it has the turn.
+    call: Option<Arc<CallNode>>,
     /// The reservation of the call, once the key is reserved.
     reserved: Option<ReserveRequest>,
 }
 
 impl<'a, C: TransactionStore> SavepointScope<'a, C> {
-    /// Makes the scope of a call. If `undoes`, the writes of a body that does not complete are undone.
-    pub(super) fn new(transaction: C, notes: &'a TransactionNotes, undoes: bool) -> Self {
-        let state = CallState { turn: None, saved: 0, reserved: None };
-        Self { transaction, notes, undoes, state: Mutex::new(state) }
+    /// Makes the scope of a call. If `undoes`, the writes of a body that does not complete are undone. `outbox`: store
+    /// whose sender publishes the messages of the call.
+    pub(super) fn new(
+        transaction: C,
+        notes: &'a TransactionNotes,
+        undoes: bool,
+        outbox: Option<Arc<dyn Store>>,
+    ) -> Self {
+        let state = CallState { turn: None, saved: 0, call: None, reserved: None };
+        Self { transaction, notes, outbox, undoes, state: Mutex::new(state) }
     }
 
     fn state(&self) -> MutexGuard<'_, CallState<'a>> {
@@ -81,10 +92,11 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
     }
 
     /// Waits until all calls in this transaction have ended, except for the calls that enclose this call.
-    pub(super) async fn take_turn(&self, node: &CallNode) -> Result<(), StoreError> {
+    pub(super) async fn take_turn(&self, node: &Arc<CallNode>) -> Result<(), StoreError> {
         if self.state().turn.is_none() {
             let turn = Turn::take(&self.notes.calls, node, &*self.notes.clock).await?;
-            self.state().turn = Some(turn);
+            let mut state = self.state();
+            (state.turn, state.call) = (Some(turn), Some(Arc::clone(node)));
         }
         Ok(())
     }
@@ -112,9 +124,15 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
                     self.save().await?;
                 }
                 self.notes.note(|journal| journal.begins(self.transaction.place(), &request));
-                self.state().reserved = Some(request);
+                self.state().reserved = Some(request.clone());
             }
             _ => self.keep().await?,
+        }
+        if let Reservation::Finished { record, .. } = &reserved
+            && self.undoes
+            && has_unsent(&record.state)
+        {
+            self.leaves_later(&request.key, false);
         }
         Ok(reserved)
     }
@@ -143,6 +161,9 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
                 };
                 if written == Verdict::Applied {
                     self.over().await?;
+                    if payload.has_messages() {
+                        self.leaves_later(&lease.key, true);
+                    }
                 }
                 Ok(written)
             }
@@ -168,6 +189,7 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
             return self.saved(ending.write(&self.transaction, lease)).await;
         };
         self.transaction.rewind().await?;
+        self.forgets_messages();
         let written = match request.on_crash {
             OnCrash::Fail => ending.write(&self.transaction, lease).await?,
             // The rollback to the savepoint has also undone the reservation, so the key is reserved again, with the
@@ -180,6 +202,20 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
         };
         self.over().await?;
         Ok(written)
+    }
+
+    /// Notes that the record of `key` has messages, which leave after the commit. `ran`: the body of this call ran.
+    fn leaves_later(&self, key: &Key, ran: bool) {
+        if let (Some(store), Some(call)) = (&self.outbox, &self.state().call) {
+            self.notes.note(|journal| journal.outbox.recorded(call, store, key, ran));
+        }
+    }
+
+    /// Forgets the messages of the call and of the calls in its body, whose writes are undone.
+    fn forgets_messages(&self) {
+        if let Some(call) = &self.state().call {
+            self.notes.note(|journal| journal.outbox.forget(call));
+        }
     }
 
     /// Keeps the writes of the call, by releasing its savepoint.
@@ -201,6 +237,7 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
                 );
                 return;
             }
+            self.forgets_messages();
         }
         self.state().turn = None;
     }
@@ -285,10 +322,15 @@ pub(super) struct Undo<'a, C: TransactionStore>(pub(super) Arc<SavepointScope<'a
 impl<C: TransactionStore> Drop for Undo<'_, C> {
     fn drop(&mut self) {
         let mut state = self.0.state();
+        let is_undone = state.saved > 0;
         while state.saved > 0 {
             self.0.transaction.undo_immediately();
             state.saved -= 1;
         }
         state.turn = None;
+        drop(state);
+        if is_undone {
+            self.0.forgets_messages();
+        }
     }
 }

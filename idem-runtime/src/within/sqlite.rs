@@ -103,7 +103,7 @@ impl SqliteStore {
             let (tx, ended, journal) = run(begun.inspect_err(|_| not_begun())?, &clock, work).await;
             let failed = match ended {
                 Ok(done) => match tx.commit() {
-                    Ok(()) => return Ok(committed(done)),
+                    Ok(()) => return Ok(committed(done, journal).await),
                     Err(error) => TryFailure::at_commit(error, false),
                 },
                 Err(failed) => {

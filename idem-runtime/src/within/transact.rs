@@ -44,9 +44,13 @@ where
     (tx, ended, journal)
 }
 
-/// Ends a delivery whose transaction was committed.
-pub(super) fn committed<T>(done: T) -> T {
-    settle(TransactionEnd::Committed);
+/// Ends a delivery whose transaction was committed: sends the messages of its calls.
+pub(super) async fn committed<T>(done: T, journal: Journal) -> T {
+    // Boxed: most transactions have no messages, and every delivery would carry its size inline.
+    match journal.outbox.is_empty() {
+        true => settle(TransactionEnd::Committed),
+        false => Box::pin(journal.outbox.send()).await,
+    }
     done
 }
 

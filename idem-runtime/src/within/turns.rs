@@ -33,7 +33,17 @@ impl CallNode {
     pub(super) fn new() -> Arc<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Arc::new(Self { id, parent: INSIDE.with_borrow(Clone::clone) })
+        Arc::new(Self { id, parent: Self::polled() })
+    }
+
+    /// Returns the call whose body is being polled on this thread.
+    pub(super) fn polled() -> Option<Arc<Self>> {
+        INSIDE.with_borrow(Clone::clone)
+    }
+
+    /// Returns whether this call is `other`, or was made in the body of `other`.
+    pub(super) fn is_or_is_inside(&self, other: &Self) -> bool {
+        self.id == other.id || self.is_inside(other.id)
     }
 
     fn is_inside(&self, id: u64) -> bool {

@@ -191,7 +191,7 @@ impl StoreContext {
     }
 
     /// Sets the sender of the messages of this handle's records. Returns false if the handle has one already.
-    pub(super) fn set_sender(&self, sender: Arc<dyn Sender>) -> bool {
+    pub(crate) fn set_sender(&self, sender: Arc<dyn Sender>) -> bool {
         self.sender.set(sender).is_ok()
     }
 
