@@ -2,6 +2,8 @@
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 #![allow(clippy::format_collect, reason = "a handful of bytes")]
 
+#[path = "redis/appends.rs"]
+mod appends;
 #[path = "redis/comparing.rs"]
 mod comparing;
 #[path = "redis/handles.rs"]

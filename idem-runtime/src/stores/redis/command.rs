@@ -42,6 +42,9 @@ pub(super) struct RedisCommand {
     pub(super) returns_record: bool,
     /// True if the command is sent even if its caller has dropped its future.
     pub(super) is_kept: bool,
+    /// True if the command may share one call of its script with other such commands. The script answers with a letter
+    /// for each key.
+    pub(super) joins: bool,
     /// Size of the value that the server may refuse as too large, in bytes; 0 if the command has no such value.
     pub(super) value_len: usize,
 }
@@ -49,7 +52,7 @@ pub(super) struct RedisCommand {
 impl RedisCommand {
     /// Makes a command that calls no script.
     pub(super) fn plain(command: Cmd) -> Self {
-        Self { command, source: None, returns_record: false, is_kept: false, value_len: 0 }
+        Self { command, source: None, returns_record: false, is_kept: false, joins: false, value_len: 0 }
     }
 
     /// Makes the command that calls `script` with these keys and arguments.
@@ -70,6 +73,11 @@ impl RedisCommand {
         Self { returns_record: true, ..self }
     }
 
+    /// Lets the command share one call of its script, which takes any number of keys, with other such commands.
+    pub(super) fn joins(self) -> Self {
+        Self { joins: true, ..self }
+    }
+
     /// Notes that the command contains a value of `bytes` bytes, which the server may refuse as too large.
     pub(super) fn with_value(self, bytes: usize) -> Self {
         Self { value_len: bytes, ..self }
@@ -79,6 +87,25 @@ impl RedisCommand {
     pub(super) fn keep_if_dropped(self) -> Self {
         Self { is_kept: true, ..self }
     }
+}
+
+/// Makes one call of the script that all of `calls` call, each with one key.
+pub(super) fn joined<'a>(calls: impl ExactSizeIterator<Item = &'a Cmd> + Clone) -> Cmd {
+    let mut command = Cmd::with_capacity(3 + 4 * calls.len(), 0);
+    if let Some(first) = calls.clone().next() {
+        command.arg("EVALSHA").arg(argument(first, 1)).arg(calls.len());
+    }
+    for call in calls.clone() {
+        command.arg(argument(call, KEY_AT));
+    }
+    for call in calls {
+        for argument in call.args_iter().skip(KEY_AT + 1) {
+            if let redis::Arg::Simple(argument) = argument {
+                command.arg(argument);
+            }
+        }
+    }
+    command
 }
 
 /// Converts an `EVALSHA` command into the `EVAL` command with the same keys and arguments. The server loads the script
@@ -94,10 +121,13 @@ pub(super) fn with_source(call: &Cmd, source: &str) -> Cmd {
     command
 }
 
+/// Index of the first key in the call of a script.
+const KEY_AT: usize = 3;
+
 /// Returns the first key that a command names.
 pub(super) fn key_of(command: &Cmd) -> &[u8] {
     match argument(command, 0) {
-        b"EVAL" | b"EVALSHA" => argument(command, 3),
+        b"EVAL" | b"EVALSHA" => argument(command, KEY_AT),
         _ => argument(command, 1),
     }
 }

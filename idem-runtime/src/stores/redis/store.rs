@@ -5,6 +5,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::access::{Access, Core, attempt_of, call, written};
+use super::batch::lone_letter;
 use super::connections::Connections;
 use super::failure::{ExchangeFailure, failed};
 use super::inspection::look_at;
@@ -164,8 +165,8 @@ impl Store for RedisInner {
                 command.arg(&attempt_of(lease)[..]).arg(&journal.bytes()[..]);
                 command.arg(millis(lease.duration.saturating_add(lease.ttl)));
             });
-            let answer = access.run(name, Op::Write(asked.with_value(bytes))).await;
-            written(&limits.learn(bytes, answer, clock)?)
+            let answer = access.run(name, Op::Write(asked.with_value(bytes).joins())).await;
+            written(&limits.learn(bytes, lone_letter(answer), clock)?)
         })
     }
 

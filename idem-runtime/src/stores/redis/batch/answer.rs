@@ -7,7 +7,6 @@ use redis::Value;
 
 use super::super::failure::{ErrorReply, ExchangeFailure};
 use super::super::op::OpAnswer;
-use super::op_batch::WriteEntry;
 use super::replies::Replies;
 
 /// `Ok` if enough replicas have confirmed the write; otherwise the reason that the server gave, if any.
@@ -73,19 +72,32 @@ pub(super) fn compared(set: OpAnswer) -> Option<OpAnswer> {
     }
 }
 
-/// Answers the completions that one script call has decided.
-pub(super) fn deliver_decided(replies: &Replies, entries: &[WriteEntry], decided: OpAnswer) {
-    let (value, replicated) = match parts(decided) {
-        Ok(parts) => parts,
-        Err(failure) => return replies.refuse(entries.iter().map(|entry| entry.slot), &failure),
-    };
-    // The script answers with one letter for each completion. The letter `E` means that the server returned an error
-    // for this completion. The text of the error is the second element of the answer.
+/// Answers the operations that one script call has decided. `slots`: the indexes of their answers.
+pub(super) fn deliver_decided(
+    replies: &Replies,
+    slots: impl ExactSizeIterator<Item = usize> + Clone,
+    decided: OpAnswer,
+) {
+    match lettered(decided, slots.len()) {
+        Ok(answers) => replies.deliver(slots.zip(answers)),
+        Err(failure) => replies.refuse(slots, &failure),
+    }
+}
+
+/// Converts the answer of a script to one key into the answer of its operation.
+pub(in super::super) fn lone_letter(answer: OpAnswer) -> OpAnswer {
+    lettered(answer, 1)?.next().unwrap_or(Err(ExchangeFailure::Lost))
+}
+
+/// Converts the answer of a script to `count` keys into the answers of its operations: 1 if the operation is done, 0 if
+/// it was refused.
+fn lettered(decided: OpAnswer, count: usize) -> Result<impl Iterator<Item = OpAnswer>, ExchangeFailure> {
+    let (value, replicated) = parts(decided)?;
+    // The script answers with one letter for each key. The letter `E` means that the server returned an error for this
+    // key. The text of the error is the second element of the answer.
     let (letters, error) = match value {
         // The script for one key answers with a number.
-        Value::Int(_) if entries.len() == 1 => {
-            return replies.deliver(std::iter::once((entries[0].slot, answer(value, &replicated))));
-        }
+        Value::Int(decided) if count == 1 => (decided.to_string().into_bytes(), Vec::new()),
         Value::BulkString(letters) => (letters, Vec::new()),
         Value::Array(parts) => match <[Value; 2]>::try_from(parts) {
             Ok([Value::BulkString(letters), Value::BulkString(error)]) => (letters, error),
@@ -93,15 +105,12 @@ pub(super) fn deliver_decided(replies: &Replies, entries: &[WriteEntry], decided
         },
         _ => (Vec::new(), Vec::new()),
     };
-    replies.deliver(entries.iter().enumerate().map(|(i, entry)| {
-        let answer = match letters.get(i) {
-            Some(b'1') => answer(Value::Int(1), &replicated),
-            Some(b'0') => answer(Value::Int(0), &replicated),
-            Some(b'E') => Err(ExchangeFailure::Refused(ErrorReply::read(&String::from_utf8_lossy(&error)))),
-            _ => Err(ExchangeFailure::Lost),
-        };
-        (entry.slot, answer)
-    }));
+    Ok((0..count).map(move |at| match letters.get(at) {
+        Some(b'1') => answer(Value::Int(1), &replicated),
+        Some(b'0') => answer(Value::Int(0), &replicated),
+        Some(b'E') => Err(ExchangeFailure::Refused(ErrorReply::read(&String::from_utf8_lossy(&error)))),
+        _ => Err(ExchangeFailure::Lost),
+    }))
 }
 
 /// Returns the size of the record in an answer, in bytes; 0 if the answer holds no record.

@@ -20,7 +20,8 @@ use crate::record::{OwnerToken, Record, State};
 use crate::sync::{TestClock, explore, join_all};
 
 /// A server whose answer identifies the operation. The answer to a reservation is the reserved key. A completion
-/// succeeds; if its key starts with `differs`, a script has to decide. The answer to any other script is 1, and the
+/// succeeds; if its key starts with `differs`, a script has to decide. An append succeeds unless its key starts with
+/// `refused`. The answer to any other script is 1, and the
 /// answer to any other command is the command's first argument.
 #[derive(Clone)]
 struct FakeServer(Arc<GatedServer>);
@@ -44,6 +45,10 @@ impl FakeServer {
                     Value::Array(met.map(Value::BulkString).collect())
                 }
                 (b"EVALSHA", b"finish") => Value::BulkString(vec![b'1'; keys(command)]),
+                (b"EVALSHA", b"append") => {
+                    let letter = |at| if argument(command, at).starts_with(b"refused") { b'0' } else { b'1' };
+                    Value::BulkString((3..3 + keys(command)).map(letter).collect())
+                }
                 (b"EVALSHA", _) => Value::Int(1),
                 (b"SET", key) if argument(command, 3) == b"IFEQ" => {
                     if key.starts_with(b"differs") {
@@ -146,6 +151,14 @@ async fn finish(dispatch: &Dispatch, key: &str) {
     assert!(matches!(dispatch.run(completion(key)).await, Ok(Value::Int(1))), "not the answer for {key}");
 }
 
+async fn append(dispatch: &Dispatch, key: &str, verdict: i64) {
+    let append = RedisCommand::script(&script("append"), std::iter::once(name(key)), |command| {
+        command.arg("owner").arg("journal").arg(1);
+    });
+    let answer = lone_letter(dispatch.run(Op::Write(append.joins())).await);
+    assert!(matches!(answer, Ok(Value::Int(met)) if met == verdict), "not the answer for {key}");
+}
+
 async fn ask(dispatch: &Dispatch, key: &str) {
     let answer = dispatch.run(Op::Read(get(key))).await;
     assert!(matches!(answer, Ok(Value::BulkString(met)) if met == key.as_bytes()), "not the answer for {key}");
@@ -170,7 +183,8 @@ fn each_operation_gets_its_own_answer() {
                         match of {
                             0 => finish(&dispatch, "finish").await,
                             1 => finish(&dispatch, "differs").await,
-                            _ => ask(&dispatch, &format!("get-{of}")).await,
+                            2 => append(&dispatch, "append", 1).await,
+                            _ => append(&dispatch, "refused", 0).await,
                         }
                     });
                 })

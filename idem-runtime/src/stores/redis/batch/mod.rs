@@ -40,6 +40,7 @@ mod interleavings;
 
 use std::sync::Arc;
 
+pub(super) use self::answer::lone_letter;
 use self::lanes::ConnectionLanes;
 use self::op_future::DelegatedOp;
 pub(super) use self::op_future::OpFuture;

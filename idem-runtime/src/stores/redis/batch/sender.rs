@@ -20,7 +20,7 @@ use super::answer::{ExchangeAnswers, compared, deliver_decided, looked_up, recor
 use super::exchange::Exchanges;
 use super::expectations::Expectations;
 use super::op_batch::{BatchEntry, OpBatch, WriteEntry};
-use super::pipeline::{FirstExchange, SecondExchange, SentCommand, chunks, finish_call, finish_one};
+use super::pipeline::{FirstExchange, SecondExchange, SentCommand, SharedCall, chunks, finish_call, finish_one};
 use super::replies::Replies;
 
 /// Smallest number of reservations in a batch for which the keys are looked up first, if replays are expected.
@@ -129,7 +129,7 @@ impl BatchSender {
         let looks_up =
             batch.reserves.len() >= LOOK_FIRST && self.expectations.replays.are_expected() && !self.terms.one_key;
         let first = FirstExchange::new(batch, &self.terms, self.compares(), looks_up);
-        let FirstExchange { mut pipeline, commands, calls, compared } = first;
+        let FirstExchange { mut pipeline, commands, shared, calls, compared } = first;
         if pipeline.is_empty() {
             return Ok(());
         }
@@ -145,6 +145,7 @@ impl BatchSender {
             self.read_reserves(batch, &mut answers, &mut largest);
         }
         read_commands(&batch.replies, commands, &pipeline, &mut answers, &mut second, &mut largest);
+        read_shared(&batch.replies, shared, &pipeline, &mut answers, &mut second);
         self.read_calls(batch, calls, &mut answers, &mut second);
         let differing = self.read_compared(&batch.replies, compared, &mut answers);
         if let Some(largest) = largest {
@@ -214,7 +215,7 @@ impl BatchSender {
                     second.pipeline.add_command(finish_call(&self.terms, batch, entries, true));
                     second.calls.push(call);
                 }
-                answer => deliver_decided(&batch.replies, entries, answer),
+                answer => deliver_decided(&batch.replies, slots(entries), answer),
             }
         }
     }
@@ -255,8 +256,11 @@ impl BatchSender {
         let mut answers = self.exchanges.many(&mut second.pipeline).await?;
         batch.replies.deliver(second.reserves.into_iter().map(|entry| (entry.slot, answers.next())));
         batch.replies.deliver(second.commands.into_iter().map(|slot| (slot, answers.next())));
+        for shared in second.shared {
+            deliver_decided(&batch.replies, shared.into_iter(), answers.next());
+        }
         for call in second.calls {
-            deliver_decided(&batch.replies, &batch.completions[call], answers.next());
+            deliver_decided(&batch.replies, slots(&batch.completions[call]), answers.next());
         }
         Ok(())
     }
@@ -277,12 +281,39 @@ impl BatchSender {
             calls.retain(|call| match answers.next() {
                 Err(failure) if failure.is_unknown_script() && !with_source => true,
                 answer => {
-                    deliver_decided(&batch.replies, &entries[call.clone()], answer);
+                    deliver_decided(&batch.replies, slots(&entries[call.clone()]), answer);
                     false
                 }
             });
         }
         Ok(())
+    }
+}
+
+/// Returns the indexes of the answers of `entries`.
+fn slots(entries: &[WriteEntry]) -> impl ExactSizeIterator<Item = usize> + Clone {
+    entries.iter().map(|entry| entry.slot)
+}
+
+/// Answers the commands that share script calls. If the server has forgotten the script, the second exchange repeats
+/// the call with its source.
+fn read_shared(
+    replies: &Replies,
+    shared: Vec<SharedCall>,
+    pipeline: &Pipeline,
+    answers: &mut ExchangeAnswers,
+    second: &mut SecondExchange<'_>,
+) {
+    for call in shared {
+        let answer = answers.next();
+        let is_unknown = matches!(&answer, Err(failure) if failure.is_unknown_script());
+        match is_unknown.then(|| call.with_source(pipeline)).flatten() {
+            Some(again) => {
+                second.pipeline.add_command(again);
+                second.shared.push(call.slots);
+            }
+            None => deliver_decided(replies, call.slots.into_iter(), answer),
+        }
     }
 }
 

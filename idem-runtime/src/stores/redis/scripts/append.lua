@@ -1,20 +1,37 @@
--- Puts a journal at the end of the record of a pending attempt, and renews its lease, even if the lease has lapsed.
--- KEYS: record. ARGV: owner token with the attempt's number, journal, lease and ttl together in milliseconds. The
--- stored journal stays if it is as long as the new one or longer: a late copy of an earlier request must not remove
--- later entries. Answers 1 done, now or by another request; 0 refused.
-local record = redis.call('GET', KEYS[1])
-if not record or string.sub(record, 1, 6) ~= 'idem\1P' or string.sub(record, 9, 28) ~= ARGV[1] then return 0 end
-if redis.call('PTTL', KEYS[1]) == -1 then return redis.error_reply('DAMAGED no expiry') end
-local flags = string.byte(record, 7)
--- The journal follows the provenance, or lease and ttl if the record has no provenance.
-local journal_at = 65 + bit.band(flags, 4) * 8
-if bit.band(flags, 8) ~= 0 then
-  -- A provenance is three texts after one byte with their length, and one text after two bytes with its length.
-  for _ = 1, 3 do journal_at = journal_at + 1 + string.byte(record, journal_at) end
-  journal_at = journal_at + 2 + struct.unpack('>I2', record, journal_at)
+-- Puts journals at the ends of the records of pending attempts, and renews their leases, even if a lease has lapsed.
+-- KEYS: records. ARGV: for each key its owner token with the attempt's number, its journal, lease and ttl together in
+-- milliseconds. A stored journal stays if it is as long as the new one or longer: a late copy of an earlier request
+-- must not remove later entries. Answers one character per key: 1 done, now or by another request; 0 refused; E not
+-- written, because of the error in the second element.
+local KEYS, ARGV, call, sub, byte = KEYS, ARGV, redis.call, string.sub, string.byte
+local function append(key, owner, journal, expiry)
+  -- Read here and not for all keys together: two requests of one call may name the same key.
+  local record = call('GET', key)
+  if not record or sub(record, 1, 6) ~= 'idem\1P' or sub(record, 9, 28) ~= owner then return '0' end
+  if call('PTTL', key) == -1 then error({ err = 'DAMAGED no expiry' }) end
+  local flags = byte(record, 7)
+  -- The journal follows the provenance, or lease and ttl if the record has no provenance.
+  local journal_at = 65 + bit.band(flags, 4) * 8
+  if bit.band(flags, 8) ~= 0 then
+    -- A provenance is three texts after one byte with their length, and one text after two bytes with its length.
+    for _ = 1, 3 do journal_at = journal_at + 1 + byte(record, journal_at) end
+    journal_at = journal_at + 2 + struct.unpack('>I2', record, journal_at)
+  end
+  if #record - journal_at + 1 >= #journal then journal = sub(record, journal_at) end
+  call('SET', key, sub(record, 1, 7) .. '\4' .. sub(record, 9, 32) .. times(key, record)
+    .. sub(record, 49, journal_at - 1) .. journal, 'PX', expiry)
+  return '1'
 end
-local journal = string.sub(record, journal_at)
-if #journal < #ARGV[2] then journal = ARGV[2] end
-redis.call('SET', KEYS[1], string.sub(record, 1, 7) .. '\4' .. string.sub(record, 9, 32) .. times(KEYS[1], record)
-  .. string.sub(record, 49, journal_at - 1) .. journal, 'PX', ARGV[3])
-return 1
+local answers, failure = {}, nil
+for i = 1, #KEYS do
+  local at = 3 * i
+  -- An error is caught, so that the other keys still get an answer.
+  local done, answer = pcall(append, KEYS[i], ARGV[at - 2], ARGV[at - 1], ARGV[at])
+  if not done then
+    failure = failure or (type(answer) == 'table' and answer.err or tostring(answer))
+    answer = 'E'
+  end
+  answers[i] = answer
+end
+if failure then return { table.concat(answers), failure } end
+return table.concat(answers)
