@@ -94,21 +94,26 @@ pub(in super::super) fn lone_letter(answer: OpAnswer) -> OpAnswer {
 fn lettered(decided: OpAnswer, count: usize) -> Result<impl Iterator<Item = OpAnswer>, ExchangeFailure> {
     let (value, replicated) = parts(decided)?;
     // The script answers with one letter for each key. The letter `E` means that the server returned an error for this
-    // key. The text of the error is the second element of the answer.
-    let (letters, error) = match value {
+    // key. The texts of the errors follow; the last of them stands for all further ones.
+    let mut parts = match value {
         // The script for one key answers with a number.
-        Value::Int(decided) if count == 1 => (decided.to_string().into_bytes(), Vec::new()),
-        Value::BulkString(letters) => (letters, Vec::new()),
-        Value::Array(parts) => match <[Value; 2]>::try_from(parts) {
-            Ok([Value::BulkString(letters), Value::BulkString(error)]) => (letters, error),
-            _ => (Vec::new(), Vec::new()),
-        },
-        _ => (Vec::new(), Vec::new()),
-    };
+        Value::Int(decided) if count == 1 => vec![Value::BulkString(decided.to_string().into_bytes())],
+        Value::Array(parts) => parts,
+        letters => vec![letters],
+    }
+    .into_iter();
+    let Some(Value::BulkString(letters)) = parts.next() else { return Err(ExchangeFailure::Lost) };
+    let mut error = None;
     Ok((0..count).map(move |at| match letters.get(at) {
         Some(b'1') => answer(Value::Int(1), &replicated),
         Some(b'0') => answer(Value::Int(0), &replicated),
-        Some(b'E') => Err(ExchangeFailure::Refused(ErrorReply::read(&String::from_utf8_lossy(&error)))),
+        Some(b'E') => {
+            if let Some(Value::BulkString(next)) = parts.next() {
+                error = Some(next);
+            }
+            let error = error.as_ref().ok_or(ExchangeFailure::Lost)?;
+            Err(ExchangeFailure::Refused(ErrorReply::read(&String::from_utf8_lossy(error))))
+        }
         _ => Err(ExchangeFailure::Lost),
     }))
 }

@@ -2,7 +2,7 @@
 -- KEYS: records. ARGV: for each key its owner token with the attempt's number, its journal, lease and ttl together in
 -- milliseconds. A stored journal stays if it is as long as the new one or longer: a late copy of an earlier request
 -- must not remove later entries. Answers one character per key: 1 done, now or by another request; 0 refused; E not
--- written, because of the error in the second element.
+-- written, because of an error. The errors follow, one for each E.
 local KEYS, ARGV, call, sub, byte = KEYS, ARGV, redis.call, string.sub, string.byte
 local function append(key, owner, journal, expiry)
   -- Read here and not for all keys together: two requests of one call may name the same key.
@@ -22,16 +22,16 @@ local function append(key, owner, journal, expiry)
     .. sub(record, 49, journal_at - 1) .. journal, 'PX', expiry)
   return '1'
 end
-local answers, failure = {}, nil
+local answers, errors = {}, {}
 for i = 1, #KEYS do
   local at = 3 * i
   -- An error is caught, so that the other keys still get an answer.
   local done, answer = pcall(append, KEYS[i], ARGV[at - 2], ARGV[at - 1], ARGV[at])
   if not done then
-    failure = failure or (type(answer) == 'table' and answer.err or tostring(answer))
+    -- Any error that no command has returned comes from bytes that can't be read.
+    errors[#errors + 1] = type(answer) == 'table' and answer.err or 'DAMAGED the record is cut off'
     answer = 'E'
   end
   answers[i] = answer
 end
-if failure then return { table.concat(answers), failure } end
-return table.concat(answers)
+return { table.concat(answers), unpack(errors) }
