@@ -1,5 +1,6 @@
 //! The hand-written code that benches compare the library with.
 
+pub mod outbox;
 pub mod pipelined;
 pub mod postgres;
 pub mod redis;

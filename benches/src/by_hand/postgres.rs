@@ -8,14 +8,14 @@ use tokio_postgres::{Client, NoTls, Statement};
 
 use crate::Receipt;
 
-const LEASE_MS: i64 = 30_000;
-const TTL_MS: i64 = 7 * 86_400_000;
-const RESERVE: &str = "\
+pub(super) const LEASE_MS: i64 = 30_000;
+pub(super) const TTL_MS: i64 = 7 * 86_400_000;
+pub(super) const RESERVE: &str = "\
     INSERT INTO hand.records (key, owner, format, state, attempt, attempts_used, on_crash_fail, lease_ms, ttl_ms, \
     first_seen_at, began_at, lapses_at, expires_at, listed_at) VALUES ($1, $2, 1, 'pending', 1, 1, false, $3::int8, $4::int8, \
     now(), now(), now() + $3 * interval '1 ms', now() + ($3 + $4) * interval '1 ms', now() + $4 * interval '1 ms') \
     ON CONFLICT (key) DO NOTHING";
-const COMPLETE: &str = "\
+pub(super) const COMPLETE: &str = "\
     UPDATE hand.records SET state = 'completed', lease_ms = NULL, ttl_ms = NULL, codec = 'json', result = $3, \
     expires_at = now() + $4::int8 * interval '1 ms' WHERE key = $1 AND owner = $2 AND state = 'pending'";
 const REPLAY: &str = "SELECT result FROM idem.records WHERE key = $1";
@@ -105,16 +105,16 @@ impl ByHand {
     }
 }
 
-async fn connect(url: &str) -> Client {
+pub(super) async fn connect(url: &str) -> Client {
     let (client, connection) = tokio_postgres::connect(url, NoTls).await.expect("connects");
     tokio::spawn(async move { connection.await.ok() });
     client
 }
 
-fn key(order_id: u64) -> String {
+pub(super) fn key(order_id: u64) -> String {
     format!("1/bench::ship/order:{order_id}")
 }
 
-fn owner(order_id: u64) -> String {
+pub(super) fn owner(order_id: u64) -> String {
     format!("{order_id:016}")
 }
