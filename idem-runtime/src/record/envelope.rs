@@ -29,7 +29,14 @@ const VERSION: u8 = 1;
 const WITH_JOURNAL: CodecName = CodecName::new(b"idem:steps").expect("a valid name");
 
 /// Codec name in a record that holds messages that are not marked as sent.
-const WITH_MESSAGES: CodecName = CodecName::new(b"idem:outbox").expect("a valid name");
+const WITH_MESSAGES: CodecName = CodecName::new(MESSAGES_CODEC.as_bytes()).expect("a valid name");
+
+/// Name of that codec.
+pub(crate) const MESSAGES_CODEC: &str = "idem:outbox";
+
+/// First bytes of an envelope with messages, in hexadecimal digits: version and form.
+#[cfg(feature = "postgres")]
+pub(crate) const MESSAGES_START: &str = "0104";
 
 /// First byte of the rest of an envelope with messages: the result is stored, too large, or does not encode.
 const STORED: u8 = 0;
@@ -240,6 +247,20 @@ impl StoredResult {
 mod tests {
     use super::super::messages::OutgoingMessage;
     use super::*;
+
+    /// The statement of `PostgresStore` that removes messages relies on these bytes.
+    #[cfg(feature = "postgres")]
+    #[test]
+    fn an_envelope_with_messages_has_the_form_that_statements_expect() {
+        let codec = CodecName::new(b"json").unwrap();
+        let result = StoredResult::Encoded { codec, bytes: Bytes::from_static(b"{}") };
+        let message = OutgoingMessage::new(b"hello".to_vec()).addressed("orders", "an id");
+        let messages = UnsentMessages::pushed(&[message]).unwrap();
+        let StoredResult::Encoded { codec, bytes } = result.with_messages(&messages) else { panic!("not stored") };
+        let start: String = bytes[..2].iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!((codec.as_str(), &*start), (MESSAGES_CODEC, MESSAGES_START));
+        assert_eq!(bytes[..18], *b"\x01\x04\x04json\0\0\0\0\0\0\0\x02\0{}");
+    }
 
     #[test]
     fn a_result_and_its_journal_are_read_back() {

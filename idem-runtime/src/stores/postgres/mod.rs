@@ -28,7 +28,9 @@ use tokio::sync::{Semaphore, oneshot};
 use tokio_postgres::types::ToSql;
 
 use self::batch::WorkLanes;
-use self::batch::operations::{BeginMarks, EndRow, EndWrites, JournalRow, JournalWrites, Reservations, by_key};
+use self::batch::operations::{
+    BeginMarks, EndRow, EndWrites, JournalRow, JournalWrites, Reservations, SentMarks, SentRow, by_key,
+};
 use self::client::Database;
 use self::failure::{OpFailure, misconfigured};
 pub use self::options::PostgresOptions;
@@ -45,8 +47,8 @@ use crate::key::Key;
 use crate::kit::looks::{LOOKS, looked_in_vain, pause_before};
 use crate::kit::per_runtime::{Here, PerRuntime};
 use crate::record::{
-    Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Record, Release, Reservation, ReserveRequest, State,
-    Verdict,
+    Action, Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Record, Release, Reservation, ReserveRequest,
+    State, Verdict,
 };
 use crate::store::{
     Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture, TagCounts, store_of_shared,
@@ -233,6 +235,7 @@ struct Local {
     begins: WorkLanes<BeginMarks>,
     appends: WorkLanes<JournalWrites>,
     ends: WorkLanes<EndWrites>,
+    sent: WorkLanes<SentMarks>,
     wakeups: Wakeups,
 }
 
@@ -264,6 +267,7 @@ impl PostgresCore {
             begins: WorkLanes::new(BeginMarks::new(Arc::clone(&server))),
             appends: WorkLanes::new(JournalWrites::new(Arc::clone(&server))),
             ends: WorkLanes::new(EndWrites::new(Arc::clone(&server))),
+            sent: WorkLanes::new(SentMarks::new(Arc::clone(&server))),
             wakeups: Wakeups::new(self.listener.clone(), sql::channel(&self.schema), Arc::clone(clock)),
             server,
         }
@@ -651,6 +655,13 @@ impl Store for PostgresInner {
     fn decide<'a>(&'a self, decision: &'a Decision) -> StoreFuture<'a, DecisionAnswer> {
         StoreFuture::new(async move {
             sql::check_decision(decision)?;
+            // Most marks remove all messages of a record, which needs no look at it, and many marks share a statement.
+            if decision.action == Action::MarkSent(None) {
+                let row = SentRow { key: decision.key.clone(), seen: decision.seen };
+                if self.lanes()?.sent.call(row).await? {
+                    return Ok(DecisionAnswer::Applied);
+                }
+            }
             for look in 0..LOOKS {
                 pause_before(look, &*self.common.clock).await;
                 let here = self.here()?;

@@ -18,6 +18,7 @@ use tokio_postgres::Row;
 use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
 
 use super::param::{Effect, HiddenParam};
+use crate::record::envelope::{MESSAGES_CODEC, MESSAGES_START};
 use crate::record::format::FormatError;
 use crate::record::{
     Action, Admission, Decision, DecisionAnswer, Inspection, Journal, Parts, ReadExtent, Record, Reservation,
@@ -199,6 +200,10 @@ pub(super) struct Statements {
     /// Replaces a record by an operator's decision, if the record is unchanged since it was
     /// read. Parameters: [`DECIDE`].
     pub(super) decide: Statement,
+    /// Removes the messages from finished records, and keeps their results, without a look at either. Returns the
+    /// indexes of the records that had messages and a stored result, counted from 1. Parameters: `keys`, the first
+    /// halves of `owners`, `attempts`, `states`.
+    pub(super) sent: Statement,
     /// Removes a record, if the record is unchanged since it was read. Parameters: [`FORGET`].
     pub(super) forget: Statement,
     /// Returns the row of the key, and a digest of all columns. Parameters: `key`.
@@ -519,6 +524,7 @@ impl Statements {
              AND ((NOT $16 AND r.state IN {unfinished}) OR coalesce(octet_length(r.result), 0) = $17) RETURNING {wake}",
             met(8, 15),
         );
+        let sent = sent(&table, &there, &free_many);
         let forget = format!("DELETE FROM {table} AS r WHERE {} RETURNING {wake}", met(2, 7));
         // The digest covers the binary form of the row: the text of a time or of bytes depends on settings of the
         // session.
@@ -600,6 +606,7 @@ impl Statements {
             mark: statement(mark, by_attempt),
             is_pending: statement(is_pending, by_attempt),
             decide: statement(decide, &DECIDE),
+            sent: statement(sent, &[Type::TEXT_ARRAY, Type::BYTEA_ARRAY, Type::INT8_ARRAY, Type::TEXT_ARRAY]),
             forget: statement(forget, &FORGET),
             examine: statement(examine, &[Type::TEXT]),
             forget_damaged: statement(forget_damaged, &[Type::TEXT, Type::BYTEA]),
@@ -825,6 +832,22 @@ impl Statements {
         let effect = Effect::Records(record.state.result().map_or(0, StoredResult::stored_bytes));
         Ok(!at.rows(&self.end, &params, effect).await?.is_empty())
     }
+}
+
+/// Makes the statement that removes the messages from finished records: it takes the stored result out of the
+/// [envelope](crate::record::envelope), whose form it checks first, so that a damaged record fails no other record.
+fn sent(table: &str, there: &str, free: &str) -> String {
+    let name = "CASE WHEN octet_length(r.result) > 12 THEN get_byte(r.result, 2) ELSE 0 END";
+    let size = format!("('x' || encode(substring(r.result FROM {name} + 4 FOR 8), 'hex'))::bit(64)::bigint");
+    format!(
+        "UPDATE {table} AS r SET codec = encode(substring(r.result FROM 4 FOR {name}), 'escape'), \
+         result = substring(r.result FROM {name} + 13 FOR ({size})::int) \
+         FROM unnest($1, $2, $3, $4) WITH ORDINALITY AS u (key, owner, attempt, state, place) \
+         WHERE r.key = u.key AND substring(r.owner FROM 1 FOR 8) = u.owner AND r.attempt = u.attempt AND r.state = u.state \
+         AND r.codec = '{MESSAGES_CODEC}' AND substring(r.result FROM 1 FOR 2) = '\\x{MESSAGES_START}' \
+         AND substring(r.result FROM {name} + 12 FOR 1) = '\\x00' \
+         AND {size} BETWEEN 0 AND octet_length(r.result) - 12 - {name} AND {there} AND {free} RETURNING u.place"
+    )
 }
 
 /// Returns the length of the stored journal of an unfinished record, or of the stored result of a finished one.

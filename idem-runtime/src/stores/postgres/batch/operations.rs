@@ -1,4 +1,5 @@
-//! The kinds of operations that gather in batches: reservations, begins of bodies, journals, and ends of attempts.
+//! The kinds of operations that gather in batches: reservations, begins of bodies, journals, ends of attempts, and
+//! marks of sent messages.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use super::super::statement_pool::StatementPool;
 use super::{QueuedOp, Work};
 use crate::key::Key;
 use crate::kit::replays::Replays;
-use crate::record::{Journal, Lease, Parts, Record, ReserveRequest, StoredResult};
+use crate::record::{Journal, Lease, Parts, Record, ReserveRequest, Revision, StoredResult};
 
 /// Reservations, as a kind of [`Work`].
 pub(in super::super) struct Reservations {
@@ -345,6 +346,71 @@ impl Work for JournalWrites {
 
     async fn many(&self, rows: &[QueuedOp<Self>]) -> Result<Vec<bool>, OpFailure> {
         self.write(&rows.iter().map(|it| &it.operation).collect::<Vec<_>>()).await
+    }
+}
+
+/// Marks of finished operations whose messages are all sent, as a kind of [`Work`].
+pub(in super::super) struct SentMarks(Arc<StatementPool>);
+
+/// The mark of one operation: the record that the sender of its messages saw.
+pub(in super::super) struct SentRow {
+    pub(in super::super) key: Key,
+    pub(in super::super) seen: Revision,
+}
+
+impl SentMarks {
+    pub(in super::super) fn new(server: Arc<StatementPool>) -> Self {
+        Self(server)
+    }
+
+    /// Removes the messages from the records of `rows`. Returns for each row whether this statement removed them.
+    async fn mark(&self, rows: &[&SentRow]) -> Result<Vec<bool>, OpFailure> {
+        let order = by_key(rows, |row| row.key.as_str());
+        let sorted: Vec<&SentRow> = order.iter().map(|place| rows[*place]).collect();
+        let keys: Vec<&str> = sorted.iter().map(|row| row.key.as_str()).collect();
+        let owners: Vec<&[u8]> = sorted.iter().map(|row| &row.seen.owner[..]).collect();
+        let attempts: Vec<i64> = sorted.iter().map(|row| row.seen.attempt.into()).collect();
+        let states: Vec<&str> = sorted.iter().map(|row| row.seen.standing.name()).collect();
+        let params: [&(dyn ToSql + Sync); 4] = [&keys, &HiddenParam(owners), &attempts, &states];
+        let answer = self.0.rows(&self.0.sql.sent, &params, Effect::Writes).await?;
+        let mut marked = vec![false; rows.len()];
+        for (place, is_marked) in order.iter().zip(sql::answered(&answer, order.len())) {
+            marked[*place] = is_marked;
+        }
+        Ok(marked)
+    }
+}
+
+impl Work for SentMarks {
+    type Operation = SentRow;
+    /// True if this statement removed the messages of the record.
+    type Answer = bool;
+
+    const LANES: usize = 1;
+    const OUTLIVES: bool = false;
+
+    fn database(&self) -> &Database {
+        &self.0.database
+    }
+
+    fn key(row: &SentRow) -> &str {
+        row.key.as_str()
+    }
+
+    fn turn(&self) -> Option<&Semaphore> {
+        Some(&self.0.turn)
+    }
+
+    fn bytes(row: &SentRow) -> usize {
+        row.key.as_str().len() + 80
+    }
+
+    async fn one(&self, row: &SentRow) -> Result<bool, OpFailure> {
+        Ok(self.mark(&[row]).await?.contains(&true))
+    }
+
+    async fn many(&self, rows: &[QueuedOp<Self>]) -> Result<Vec<bool>, OpFailure> {
+        self.mark(&rows.iter().map(|it| &it.operation).collect::<Vec<_>>()).await
     }
 }
 
