@@ -11,6 +11,7 @@ use std::time::Duration;
 use futures::future::join_all;
 use idem_runtime::codec::CodecName;
 use idem_runtime::key::Fingerprint;
+use idem_runtime::outbox::{OutgoingMessage, SendFuture, Sender};
 use idem_runtime::postgres::PostgresOptions;
 use idem_runtime::record::{State, StoredResult, Traceparent};
 use idem_runtime::store::{
@@ -412,6 +413,62 @@ async fn the_stored_form_is_pinned() {
         let key = Key::new("test", name).unwrap();
         let (read, wrote) = (reader.inspect(&key).await.unwrap(), store.inspect(&key).await.unwrap());
         assert_eq!(read.unwrap().record, wrote.unwrap().record, "{name}");
+    }
+}
+
+/// A broker that is away.
+struct NoBroker;
+
+impl Sender for NoBroker {
+    fn send<'a>(&'a self, _: &'a OutgoingMessage) -> SendFuture<'a> {
+        Box::pin(async { Err("the broker is away".into()) })
+    }
+}
+
+#[tokio::test]
+async fn marks_share_a_statement_and_a_damaged_record_fails_no_other() {
+    for partitions in [0, 4] {
+        let (store, raw, table) = open_with(partitions).await;
+        let store = store.with_sender(NoBroker);
+        let name = |n: usize| Key::new("pay", n).unwrap();
+        for n in 0..40 {
+            let body = async {
+                current()?.outbox().push("orders", OutgoingMessage::new(vec![b'x'; n]))?;
+                Ok::<_, Error>("r".repeat(n))
+            };
+            let unsent = Operation::new(&store, Ok(name(n)), POLICY).run(body).await;
+            assert!(matches!(unsent, Err(Error::Unsent { .. })), "{unsent:?}");
+        }
+        let seen = join_all((0..40).map(async |n| store.inspect(&name(n)).await.unwrap().unwrap().revision())).await;
+        // Every tenth record is cut off, names a longer codec, or has a larger result than it holds.
+        let damages = [
+            "substring(result FOR 5)",
+            "set_byte(result, 2, 255)",
+            "overlay(result PLACING '\\x7fffffffffffffff' FROM 8)",
+            "overlay(result PLACING '\\xffffffffffffffff' FROM 8)",
+        ];
+        for (n, damaged) in damages.iter().enumerate() {
+            let statement = format!("UPDATE {table} SET result = {damaged} WHERE key = $1");
+            assert_eq!(raw.execute(&statement, &[&name(10 * n).as_str()]).await.unwrap(), 1);
+        }
+        let marks: Vec<_> = (0..40).map(|n| Decision::mark_sent(&name(n), seen[n], None)).collect();
+        for _ in 0..2 {
+            let answers = join_all(marks.iter().map(|mark| store.decide(mark))).await;
+            for (n, answer) in answers.into_iter().enumerate() {
+                let answer = answer.unwrap();
+                match n % 10 {
+                    0 => assert_eq!(answer, DecisionAnswer::Damaged, "{n}"),
+                    _ => assert_eq!(answer, DecisionAnswer::Applied, "{n}"),
+                }
+            }
+        }
+        for n in (0..40).filter(|n| n % 10 > 0) {
+            let found = store.inspect(&name(n)).await.unwrap().unwrap();
+            let bytes = serde_json::to_vec(&"r".repeat(n)).unwrap();
+            let result = StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: bytes.into() };
+            assert_eq!(found.record.state, State::Completed(result), "{n}");
+            assert_eq!(found.revision(), seen[n], "a mark is no other change: {n}");
+        }
     }
 }
 
