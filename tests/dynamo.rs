@@ -26,7 +26,9 @@ use idem_runtime::{
     DynamoStore, Error, InProgress, Key, OnCrash, Operation, Store, StoreError, StoreErrorKind, observe,
 };
 use idem_tests::Reopen as _;
-use idem_tests::calls::{LEASE, POLICY, TRACEPARENT, TTL, call, done, request, reserved, stored, wins};
+use idem_tests::calls::{
+    Confirming, LEASE, POLICY, TRACEPARENT, TTL, call, done, publish, request, reserved, stored, wins,
+};
 use idem_tests::clock::OddClock;
 use idem_tests::dynamo::{Emulator, Kind, Reply, TABLE, Wire, client, client_with, open};
 use idem_tests::log::Log;
@@ -322,6 +324,11 @@ async fn each_operation_costs_its_documented_requests() {
     costs("first run", &["PutItem", "UpdateItem"]);
     assert!(call(&store, "k", &runs).await.1.replayed());
     costs("replay", &["PutItem"]);
+    let store = store.with_sender(Confirming);
+    assert!(publish(&store, "published").await.executed());
+    costs("first run with a message", &["PutItem", "UpdateItem", "GetItem", "PutItem"]);
+    assert!(publish(&store, "published").await.replayed());
+    costs("replay with no message left", &["PutItem"]);
 
     // These calls are for a held key: a duplicate, renewals, the release, and the next attempt.
     let lease = reserved(&store, "held").await;

@@ -23,7 +23,7 @@ use idem_runtime::{
     current, observe,
 };
 use idem_tests::Reopen as _;
-use idem_tests::calls::{LEASE, POLICY, TRACEPARENT, call, done, request, reserved, wins};
+use idem_tests::calls::{Confirming, LEASE, POLICY, TRACEPARENT, call, done, publish, request, reserved, wins};
 use idem_tests::natural;
 use idem_tests::polls::poll_once;
 use idem_tests::postgres::{PgBouncer, PostgresServer, quoted, raw, shared, shared_schema, write_nonsense};
@@ -555,6 +555,14 @@ async fn a_first_run_takes_two_statements_and_every_other_call_takes_one() {
     for n in 0..20 {
         assert!(call(&other, &format!("k{}", n % 5), &runs).await.1.replayed());
         assert_eq!(counter.count(), 1, "a replay");
+    }
+    let publisher = connect(&server.url()).await.with_sender(Confirming);
+    for n in 0..3 {
+        counter.count();
+        assert!(publish(&publisher, &format!("published {n}")).await.executed());
+        assert_eq!(counter.count(), 3, "a first run with a message: one write more");
+        assert!(publish(&publisher, &format!("published {n}")).await.replayed());
+        assert_eq!(counter.count(), 1, "a replay with no message left");
     }
     let busy = reserved(&owner, "busy").await;
     counter.count();
@@ -1780,6 +1788,9 @@ async fn everything(store: &PostgresStore, name: &str) {
     let runs = AtomicU32::new(0);
     assert!(call(store, &names[0], &runs).await.1.replayed());
     assert!(store.inspect(&leases[1].key).await.unwrap().is_some());
+    let finished = store.inspect(&leases[3].key).await.unwrap().unwrap();
+    let mark = Decision::mark_sent(&leases[3].key, &finished, None);
+    assert_eq!(store.decide(&mark).await.unwrap(), DecisionAnswer::Applied);
     assert_eq!(store.reopen(&leases[2].key, 1).await.unwrap(), Verdict::Applied);
     store.purge(1).await.unwrap();
 }

@@ -33,7 +33,9 @@ use idem_runtime::{
     Error, InProgress, Json, Key, OnCrash, Operation, RedisStore, Store, StoreError, StoreErrorKind, StoreExt, observe,
 };
 use idem_tests::Reopen as _;
-use idem_tests::calls::{LEASE, POLICY, TRACEPARENT, TTL, call, call_with, done, request, reserved, stored, wins};
+use idem_tests::calls::{
+    Confirming, LEASE, POLICY, TRACEPARENT, TTL, call, call_with, done, publish, request, reserved, stored, wins,
+};
 use idem_tests::log::Log;
 use idem_tests::proxy::{Line, Proxy};
 use idem_tests::race::{Orders, Race};
@@ -600,6 +602,14 @@ async fn a_first_run_sends_two_commands_and_most_other_calls_send_one() {
     let before = sent().await;
     assert!(call(&other, "k", &runs).await.1.replayed());
     assert_eq!(sent().await - before, 1, "a replay is one SET … NX GET");
+    let publisher = connect(&server).await.with_sender(Confirming);
+    let sets = async || calls_of(&server).await("set");
+    let before = sets().await;
+    assert!(publish(&publisher, "published").await.executed());
+    assert_eq!(sets().await - before, 3, "reservation, completion, and one write more for the message");
+    let before = sent().await;
+    assert!(publish(&publisher, "published").await.replayed());
+    assert_eq!(sent().await - before, 1, "a replay with no message left");
 
     let _lease = reserved(&owner, "busy").await;
     // The first duplicate of another handle also asks for the remaining time of the lease; later duplicates need

@@ -27,7 +27,9 @@ use idem_runtime::{
     Error, InProgress, Key, OnCrash, Operation, SqliteStore, Store, StoreError, StoreErrorKind, observe,
 };
 use idem_tests::Reopen as _;
-use idem_tests::calls::{LEASE, POLICY, TRACEPARENT, TTL, call, done, key, lease_of, request, reserved, stored};
+use idem_tests::calls::{
+    Confirming, LEASE, POLICY, TRACEPARENT, TTL, call, done, key, lease_of, publish, request, reserved, stored,
+};
 use idem_tests::natural;
 use idem_tests::race::{self, Race};
 use idem_tests::server::until;
@@ -1560,4 +1562,20 @@ fn the_statements_about_natural_idempotency_do_what_their_page_says() {
     let prices = prices.query_map((), |row| Ok((row.get(0)?, row.get(1)?))).unwrap();
     assert_eq!(prices.collect::<Result<Vec<(i64, i64)>, _>>().unwrap(), natural::PRICES);
     assert_eq!(blocks.iter().filter(|block| block.is_idempotent).count(), 6);
+}
+
+#[tokio::test]
+async fn a_message_costs_one_write_more() {
+    let folder = Folder::new();
+    let store = open(&folder.file()).await.with_sender(Confirming);
+    for n in 1..4 {
+        assert!(publish(&store, &format!("published {n}")).await.executed());
+        assert!(publish(&store, &format!("published {n}")).await.replayed());
+        let metrics = store.metrics().prometheus_text();
+        // Each of these operations is one commit; a reservation that finds a result is none.
+        for (op, count) in [("reserve", 2 * n), ("finish", n), ("decide", n), ("inspect", 0)] {
+            let counted = format!("idem_store_seconds_count{{store=\"sqlite\",op=\"{op}\"}} {count}\n");
+            assert!(metrics.contains(&counted), "{counted}{metrics}");
+        }
+    }
 }

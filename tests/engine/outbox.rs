@@ -289,6 +289,52 @@ async fn messages_are_sent_again_if_the_mark_is_lost() {
     assert_eq!((broker.arrived().len(), broker.ids("1")), (2, 1));
 }
 
+/// A broker that is away once, and keeps the messages as they are.
+#[derive(Clone, Default)]
+struct Keeping(Arc<Mutex<(u32, Vec<OutgoingMessage>)>>);
+
+impl Sender for Keeping {
+    fn send<'a>(&'a self, message: &'a OutgoingMessage) -> SendFuture<'a> {
+        Box::pin(async move {
+            let (tries, kept) = &mut *self.0.lock().unwrap();
+            *tries += 1;
+            if *tries == 1 {
+                return Err("the broker is away".into());
+            }
+            kept.push(message.clone());
+            Ok(())
+        })
+    }
+}
+
+#[tokio::test]
+async fn a_message_from_the_record_is_the_message_that_was_pushed() {
+    let headers = [
+        ("a-1", "a-b"),
+        ("a-2", "ɤϡ֎ᾣ♥ 😍 奥曼克 தமிழ் ٩(-̮̮̃-̃)۶"),
+        ("ɤϡ♥-😅", "line\r\nline\0"),
+        ("", ""),
+        ("twice", "1"),
+        ("twice", "2"),
+    ];
+    let (world, broker) = (World::new(), Keeping::default());
+    let world = World { store: world.store.clone().with_sender(broker.clone()), ..world };
+    let message =
+        headers.into_iter().fold(OutgoingMessage::new(vec![0, 255, 10]), |it, (name, value)| it.header(name, value));
+    let message = message.key("ключ / 42");
+    let body = async {
+        current()?.outbox().push("orders/é *>#", message.clone())?;
+        world.body().await
+    };
+    let (result, _) = observe(world.operation(POLICY).run(body)).await;
+    assert!(matches!(reason(result), UnsentReason::NotConfirmed { .. }));
+    world.publish(POLICY, &[]).await.0.unwrap();
+    let kept = broker.0.lock().unwrap().1.clone();
+    let expected = message.addressed("orders/é *>#", kept[0].id());
+    assert_eq!(kept, [expected]);
+    assert_eq!(kept[0].headers().collect::<Vec<_>>(), headers);
+}
+
 #[tokio::test]
 async fn a_call_that_is_dropped_while_it_sends_leaves_its_messages_to_the_next() {
     let (world, broker) = World::with_broker();

@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use idem_runtime::codec::CodecName;
+use idem_runtime::outbox::{OutgoingMessage, SendFuture, Sender};
 use idem_runtime::record::StoredResult;
 use idem_runtime::store::{Finish, Lease, Reservation, ReserveRequest};
-use idem_runtime::{Error, Json, Key, Operation, Outcome, Policy, Store, StoreError, observe};
+use idem_runtime::{Error, Json, Key, Operation, Outcome, Policy, Store, StoreError, current, observe};
 
 /// Lease that outlasts any test.
 pub const LEASE: Duration = Duration::from_secs(60);
@@ -70,4 +71,27 @@ pub async fn call_with(
 ) -> (Result<u32, Error>, Outcome) {
     let body = async { Ok(runs.fetch_add(1, Ordering::SeqCst) + 1) };
     observe(Operation::new(store, Ok(key(name)), policy).run(body)).await
+}
+
+/// Sender to a broker that confirms each message immediately.
+pub struct Confirming;
+
+impl Sender for Confirming {
+    fn send<'a>(&'a self, _: &'a OutgoingMessage) -> SendFuture<'a> {
+        Box::pin(async { Ok(()) })
+    }
+}
+
+/// Makes a call of the key `name` whose body pushes one message. `store` has a [sender](Confirming).
+///
+/// # Panics
+/// If the call fails.
+pub async fn publish(store: &impl Store, name: &str) -> Outcome {
+    let body = async {
+        current()?.outbox().push("orders", OutgoingMessage::new(b"paid".to_vec()))?;
+        Ok::<_, Error>(())
+    };
+    let (result, outcome) = observe(Operation::new(store, Key::new("test", name), POLICY).run(body)).await;
+    result.expect("sent and marked");
+    outcome
 }
