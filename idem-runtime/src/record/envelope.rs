@@ -257,7 +257,7 @@ mod tests {
         let message = OutgoingMessage::new(b"hello".to_vec()).addressed("orders", "an id");
         let messages = UnsentMessages::pushed(&[message]).unwrap();
         let StoredResult::Encoded { codec, bytes } = result.with_messages(&messages) else { panic!("not stored") };
-        let start: String = bytes[..2].iter().map(|byte| format!("{byte:02x}")).collect();
+        let start = format!("{:02x}{:02x}", bytes[0], bytes[1]);
         assert_eq!((codec.as_str(), &*start), (MESSAGES_CODEC, MESSAGES_START));
         assert_eq!(bytes[..18], *b"\x01\x04\x04json\0\0\0\0\0\0\0\x02\0{}");
     }
