@@ -12,6 +12,8 @@
 mod exhausted;
 #[path = "faults/leases.rs"]
 mod leases;
+#[path = "faults/messages.rs"]
+mod messages;
 #[path = "faults/play.rs"]
 mod play;
 #[path = "faults/rigs.rs"]
@@ -26,6 +28,11 @@ pub enum Fault {
     workers_killed,
     steps_killed_before_their_entries,
     steps_killed_in_their_entries,
+    killed_before_sending,
+    killed_before_the_mark,
+    messages_refused,
+    broker_away,
+    store_away_at_the_mark,
     workers_stopped_and_continued,
     server_killed_and_restarted,
     server_stopped_and_continued,
@@ -56,12 +63,13 @@ pub enum Fault {
 }
 
 use Fault::{
-    bodies_paused, clock_stepped, clock_stepped_within_the_skew, connections_cut, connections_delayed,
+    bodies_paused, broker_away, clock_stepped, clock_stepped_within_the_skew, connections_cut, connections_delayed,
     connections_half_closed, descriptors_exhausted, disk_full, failover, full_for_a_moment, index_removed,
-    insert_uncommitted, lines_slow, node_stopped, out_of_memory, process_forked, read_only, record_locked,
-    records_deleted, renewals_refused, runtimes_stand_still, server_killed_and_restarted, server_stopped_and_continued,
-    steps_killed_before_their_entries, steps_killed_in_their_entries, table_removed, threads_blocked,
-    threads_exhausted, workers_killed, workers_stopped_and_continued,
+    insert_uncommitted, killed_before_sending, killed_before_the_mark, lines_slow, messages_refused, node_stopped,
+    out_of_memory, process_forked, read_only, record_locked, records_deleted, renewals_refused, runtimes_stand_still,
+    server_killed_and_restarted, server_stopped_and_continued, steps_killed_before_their_entries,
+    steps_killed_in_their_entries, store_away_at_the_mark, table_removed, threads_blocked, threads_exhausted,
+    workers_killed, workers_stopped_and_continued,
 };
 
 /// Each fault with its description, the first cell of its row in docs/faults.md.
@@ -74,6 +82,23 @@ const FAULTS: &[(Fault, &str)] = &[
     (
         steps_killed_in_their_entries,
         "a worker is killed while the store writes the journal entry of a step (`SIGKILL`)",
+    ),
+    (
+        killed_before_sending,
+        "a worker is killed between the write of its record and the sending of its messages (`SIGKILL`)",
+    ),
+    (
+        killed_before_the_mark,
+        "a worker is killed between the sending of its messages and the write that marks them, or in that write (`SIGKILL`)",
+    ),
+    (messages_refused, "the broker refuses a message for a while, or for ever; a worker is killed meanwhile"),
+    (
+        broker_away,
+        "the broker of the messages is away, or keeps messages without an answer, and comes back; a worker is killed meanwhile",
+    ),
+    (
+        store_away_at_the_mark,
+        "the server is stopped when messages are to be marked (SQLite: another session locks the file); workers are killed meanwhile",
     ),
     (workers_stopped_and_continued, "a worker is stopped beyond its lease and continued (`SIGSTOP`, `SIGCONT`)"),
     (server_killed_and_restarted, "the server is killed and restarted, with settings that lose nothing"),
@@ -124,6 +149,10 @@ const FAULTS: &[(Fault, &str)] = &[
 pub enum VisibleEffect {
     TakenOver,
     Continued,
+    Sent,
+    SentAgain,
+    SetAside,
+    Unsent,
     LeaseLost,
     Refused,
     Retried,
@@ -151,6 +180,29 @@ const SEEN: &[(VisibleEffect, &str, &str)] = &[
         "continued",
         "the key is held for a lease, then the next delivery gets the values of the steps whose entries the store has, and \
          runs the other steps; the effect of the interrupted step happens twice at most, with the same child key",
+    ),
+    (
+        VisibleEffect::Sent,
+        "sent",
+        "the record holds the messages; the next delivery, or a `Resender`, sends them, and the body does not run again",
+    ),
+    (
+        VisibleEffect::SentAgain,
+        "sent again",
+        "calls get `Error::Unsent`; the next delivery, or a `Resender`, sends the messages again with the same ids, if \
+         they are not marked, and the body does not run again",
+    ),
+    (
+        VisibleEffect::SetAside,
+        "set aside",
+        "calls get `Error::Unsent` until the broker accepts the message; after five refusals the call returns its \
+         result, and the record keeps the message until an operator decides",
+    ),
+    (
+        VisibleEffect::Unsent,
+        "unsent",
+        "calls get `Error::Unsent`, and no input is acknowledged; after the fault the next delivery, or a `Resender`, \
+         sends the messages",
     ),
     (
         VisibleEffect::LeaseLost,
@@ -238,6 +290,11 @@ stores! {
         workers_killed: TakenOver,
         steps_killed_before_their_entries: Continued,
         steps_killed_in_their_entries: Continued,
+        killed_before_sending: Sent,
+        killed_before_the_mark: SentAgain,
+        messages_refused: SetAside,
+        broker_away: Unsent,
+        store_away_at_the_mark: SentAgain,
         workers_stopped_and_continued: LeaseLost,
         disk_full: Refused,
         read_only: Refused,
@@ -271,6 +328,11 @@ stores! {
         workers_killed: TakenOver,
         steps_killed_before_their_entries: Continued,
         steps_killed_in_their_entries: Continued,
+        killed_before_sending: Sent,
+        killed_before_the_mark: SentAgain,
+        messages_refused: SetAside,
+        broker_away: Unsent,
+        store_away_at_the_mark: SentAgain,
         workers_stopped_and_continued: LeaseLost,
         server_killed_and_restarted: Refused,
         server_stopped_and_continued: Refused,
@@ -304,6 +366,11 @@ stores! {
         workers_killed: TakenOver,
         steps_killed_before_their_entries: Continued,
         steps_killed_in_their_entries: Continued,
+        killed_before_sending: Sent,
+        killed_before_the_mark: SentAgain,
+        messages_refused: SetAside,
+        broker_away: Unsent,
+        store_away_at_the_mark: SentAgain,
         workers_stopped_and_continued: LeaseLost,
         server_killed_and_restarted: Refused,
         server_stopped_and_continued: Refused,
@@ -337,6 +404,11 @@ stores! {
         workers_killed: TakenOver,
         steps_killed_before_their_entries: Continued,
         steps_killed_in_their_entries: Continued,
+        killed_before_sending: Sent,
+        killed_before_the_mark: SentAgain,
+        messages_refused: SetAside,
+        broker_away: Unsent,
+        store_away_at_the_mark: SentAgain,
         workers_stopped_and_continued: LeaseLost,
         server_killed_and_restarted: Refused,
         server_stopped_and_continued: Refused,
@@ -370,6 +442,11 @@ stores! {
         workers_killed: TakenOver,
         steps_killed_before_their_entries: Continued,
         steps_killed_in_their_entries: Continued,
+        killed_before_sending: Sent,
+        killed_before_the_mark: SentAgain,
+        messages_refused: SetAside,
+        broker_away: Unsent,
+        store_away_at_the_mark: SentAgain,
         workers_stopped_and_continued: LeaseLost,
         server_killed_and_restarted: Refused,
         server_stopped_and_continued: Refused,
@@ -403,6 +480,11 @@ stores! {
         workers_killed: TakenOver,
         steps_killed_before_their_entries: Continued,
         steps_killed_in_their_entries: Continued,
+        killed_before_sending: Sent,
+        killed_before_the_mark: SentAgain,
+        messages_refused: SetAside,
+        broker_away: Unsent,
+        store_away_at_the_mark: SentAgain,
         workers_stopped_and_continued: LeaseLost,
         server_killed_and_restarted: Refused,
         server_stopped_and_continued: Refused,

@@ -10,7 +10,7 @@ use idem_tests::server::until;
 
 use crate::rigs::{Rig, set_all};
 use crate::tools::WallClock;
-use crate::{Fault, VisibleEffect, leases};
+use crate::{Fault, VisibleEffect, leases, messages};
 
 /// Number of keys that workers must have served before the store counts as working.
 const PROGRESS: usize = 5;
@@ -35,6 +35,13 @@ fn kills_in_steps(fault: Fault) -> bool {
 
 /// Causes `fault` in `rig` while racers work, and checks for the visible effect `seen`.
 pub async fn play(rig: impl Rig, fault: Fault, seen: VisibleEffect) {
+    let is_of_messages = matches!(
+        seen,
+        VisibleEffect::Sent | VisibleEffect::SentAgain | VisibleEffect::SetAside | VisibleEffect::Unsent
+    );
+    if is_of_messages {
+        return messages::play(rig, fault).await;
+    }
     let is_of_the_process = matches!(fault, Fault::threads_exhausted | Fault::descriptors_exhausted);
     if is_of_the_process
         || matches!(
@@ -62,11 +69,7 @@ pub async fn play(rig: impl Rig, fault: Fault, seen: VisibleEffect) {
         VisibleEffect::GoesOn if fault == Fault::connections_half_closed => scene.goes_on_elsewhere().await,
         VisibleEffect::GoesOn => scene.clock_is_stepped(&clock, false).await,
         VisibleEffect::LeasesMove => scene.clock_is_stepped(&clock, true).await,
-        VisibleEffect::Kept
-        | VisibleEffect::OthersKept
-        | VisibleEffect::Fenced
-        | VisibleEffect::Recorded
-        | VisibleEffect::Unrenewed => unreachable!("about leases"),
+        _ => unreachable!("{seen:?} is about leases or messages"),
     };
     scene.close(fault, &rules).await;
 }

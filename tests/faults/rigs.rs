@@ -93,6 +93,11 @@ pub trait Rig {
         true
     }
 
+    /// Fault in which the store does not answer while messages are to be marked.
+    fn away(&self) -> Fault {
+        Fault::server_stopped_and_continued
+    }
+
     /// Gives other users access to the store.
     fn let_other_users_in(&self) {}
 
@@ -178,6 +183,10 @@ impl Rig for Sqlite {
 
     fn works_next_to_a_lock(&self) -> bool {
         false
+    }
+
+    fn away(&self) -> Fault {
+        Fault::record_locked
     }
 
     fn let_other_users_in(&self) {

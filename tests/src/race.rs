@@ -19,6 +19,10 @@ use idem_runtime::{Key, OnCrash, Store};
 use crate::server::{Env, until};
 use crate::stores;
 
+pub mod messages;
+
+use messages::TcpBroker;
+
 /// Default length of racers' leases, longer than a store takes to answer.
 pub const LEASE: Duration = Duration::from_secs(1);
 /// Time within which the audited store must answer.
@@ -68,8 +72,18 @@ pub enum Event {
     StepRefused(String),
     /// This step ended with `Error::Store`: the store did not confirm its journal entry.
     StepUnconfirmed(String),
+    /// The sender is about to send the message at this place.
+    Sending(usize),
+    /// The broker has confirmed the message at this place.
+    Sent(usize),
+    /// All messages are sent, and the request to mark them may be on its way. The racer never reads the answer.
+    Marking,
     /// The body has finished its work.
     Ended,
+    /// The body has pushed its messages, and has returned an error.
+    Failed,
+    /// The call has ended with `Error::Unsent` for this reason.
+    Unsent(String),
     /// The call ran the body and returned this result.
     Ran(String),
     /// The call replayed this result.
@@ -94,7 +108,14 @@ pub enum Event {
 impl Event {
     /// Reports whether the call has ended with this event.
     pub fn ends_a_call(&self) -> bool {
-        !matches!(self, Self::Asked | Self::Began(_) | Self::Held | Self::Polled | Self::Ended) && !self.is_of_a_step()
+        !matches!(self, Self::Asked | Self::Began(_) | Self::Held | Self::Polled | Self::Ended)
+            && !self.is_of_a_step()
+            && !self.is_of_a_message()
+    }
+
+    /// Reports whether the event happened while messages were sent or marked.
+    pub fn is_of_a_message(&self) -> bool {
+        matches!(self, Self::Sending(_) | Self::Sent(_) | Self::Marking)
     }
 
     /// Reports whether the event happened in a step.
@@ -134,7 +155,12 @@ impl fmt::Display for Line {
             Event::StepKept(step, value) => write!(f, "step-kept {step} {value}"),
             Event::StepRefused(step) => write!(f, "step-refused {step}"),
             Event::StepUnconfirmed(step) => write!(f, "step-unconfirmed {step}"),
+            Event::Sending(place) => write!(f, "sending {place}"),
+            Event::Sent(place) => write!(f, "sent {place}"),
+            Event::Marking => write!(f, "marking"),
             Event::Ended => write!(f, "ended"),
+            Event::Failed => write!(f, "failed"),
+            Event::Unsent(reason) => write!(f, "unsent {reason}"),
             Event::Ran(result) => write!(f, "ran {result}"),
             Event::Replayed(result) => write!(f, "replayed {result}"),
             Event::LeaseLost => write!(f, "lease-lost"),
@@ -164,7 +190,12 @@ impl Line {
             ["step-kept", step, value] => Event::StepKept((*step).to_owned(), (*value).to_owned()),
             ["step-refused", step] => Event::StepRefused((*step).to_owned()),
             ["step-unconfirmed", step] => Event::StepUnconfirmed((*step).to_owned()),
+            ["sending", place] => Event::Sending(number(place) as usize),
+            ["sent", place] => Event::Sent(number(place) as usize),
+            ["marking"] => Event::Marking,
             ["ended"] => Event::Ended,
+            ["failed"] => Event::Failed,
+            ["unsent", reason] => Event::Unsent((*reason).to_owned()),
             ["ran", result] => Event::Ran((*result).to_owned()),
             ["replayed", result] => Event::Replayed((*result).to_owned()),
             ["lease-lost"] => Event::LeaseLost,
@@ -286,6 +317,12 @@ pub enum Work {
     InStep,
     /// The body of the last step returns, and the racer never reads the answer to the request for its journal entry.
     InEntry,
+    /// The sender waits before its first message until [`Crew::open_gate`].
+    BeforeSending,
+    /// The broker confirms the last message, and then the sender waits until [`Crew::open_gate`].
+    AfterSending,
+    /// The sender has sent the last message, and the racer never reads the answer to the request that marks them.
+    InMark,
     /// Like `Quiet`, but the body blocks the only thread of its runtime.
     Blocks,
     /// Like `Quiet`, but the body blocks its thread by `block_in_place`.
@@ -330,6 +367,8 @@ pub struct Orders {
     pub policies: Policies,
     /// True if the bodies of keys under `on_crash = retry` have [steps](STEPS).
     pub steps: bool,
+    /// Port of the broker to which the bodies send [messages]; `None` if they send none.
+    pub broker: Option<u16>,
 }
 
 /// Names of the steps of a body: one before its [`Work`], and one after it.
@@ -377,6 +416,7 @@ impl Orders {
             bytes: 0,
             policies: Policies::Retry,
             steps: false,
+            broker: None,
         }
     }
 
@@ -385,10 +425,15 @@ impl Orders {
         self.steps && self.policies.on_crash(key) == OnCrash::Retry && !self.policies.has_one_attempt(key)
     }
 
+    /// Reports whether the first body of a key returns an error after it has pushed its messages.
+    pub fn fails_first(&self, key: usize) -> bool {
+        self.broker.is_some() && key % 8 == 6
+    }
+
     /// Returns the orders as arguments of a program.
     #[must_use]
-    pub fn words(&self) -> [String; 10] {
-        let Self { spec, path, begin, keys, work, place, lease, bytes, policies, steps } = self;
+    pub fn words(&self) -> [String; 11] {
+        let Self { spec, path, begin, keys, work, place, lease, bytes, policies, steps, broker } = self;
         let path = path.to_str().expect("a path of ours").to_owned();
         let keys = match keys {
             Keys::Fixed(keys) => format!("fixed {keys}"),
@@ -400,7 +445,8 @@ impl Orders {
         let lease = lease.as_millis().to_string();
         let (work, place) = (format!("{work:?}"), format!("{place:?}"));
         let (begin, bytes, policies) = (begin.to_string(), bytes.to_string(), format!("{policies:?}"));
-        [spec.clone(), path, begin, keys, work, place, lease, bytes, policies, steps.to_string()]
+        let broker = broker.unwrap_or_default().to_string();
+        [spec.clone(), path, begin, keys, work, place, lease, bytes, policies, steps.to_string(), broker]
     }
 
     /// Reads the orders from the arguments of this process.
@@ -409,7 +455,7 @@ impl Orders {
     /// If the arguments were not made by [`words`](Self::words).
     pub fn read() -> Self {
         let words: Vec<String> = std::env::args().skip(1).collect();
-        let [spec, path, begin, keys, work, place, lease, bytes, policies, steps] = &words[..] else {
+        let [spec, path, begin, keys, work, place, lease, bytes, policies, steps, broker] = &words[..] else {
             panic!("no orders: {words:?}")
         };
         let number = |text: &str| text.parse::<usize>().expect("a number");
@@ -432,6 +478,9 @@ impl Orders {
             Work::Polled,
             Work::InStep,
             Work::InEntry,
+            Work::BeforeSending,
+            Work::AfterSending,
+            Work::InMark,
             Work::Blocks,
             Work::BlocksInPlace,
         ];
@@ -448,6 +497,7 @@ impl Orders {
             bytes: number(bytes),
             policies: policies_of.into_iter().find(|it| format!("{it:?}") == *policies).expect("policies"),
             steps: steps == "true",
+            broker: u16::try_from(number(broker)).ok().filter(|port| *port != 0),
         }
     }
 }
@@ -489,6 +539,7 @@ impl Crew {
             bytes: 0,
             policies: Policies::Retry,
             steps: false,
+            broker: None,
         };
         Self {
             program: program.to_owned(),
@@ -618,6 +669,26 @@ impl Crew {
             .await;
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
+    }
+
+    /// Audits the messages that `broker` has received, as [`messages::audit`] says, and that no record of `store` holds
+    /// messages any more.
+    pub async fn audit_messages(&self, keys: usize, store: &dyn Store, broker: &TcpBroker, set_aside: &HashSet<usize>) {
+        let mut recorded = HashMap::new();
+        for n in 0..keys {
+            let found = store.inspect(&key(n)).await.expect("answers").expect("recorded");
+            assert_eq!(found.unsent_messages(), None, "key {n} has unsent messages");
+            if let Standing::Completed(result) = Standing::of(n, &found, self.orders.policies) {
+                recorded.insert(n, result);
+            }
+        }
+        let (received, lines) = (broker.received(), self.lines());
+        if let Err(problem) = messages::audit(&received, &lines, &recorded, set_aside) {
+            let received: Vec<_> = received.iter().map(|message| format!("{message:?}")).collect();
+            let lines: Vec<_> = lines.iter().map(ToString::to_string).collect();
+            panic!("{problem}\n{}\n{}", received.join("\n"), lines.join("\n"));
+        }
+        println!("{} messages, {} beyond one for each", received.len(), received.len() - 3 * recorded.len());
     }
 
     /// Audits the table and the store; see [`Rules`].
@@ -768,7 +839,9 @@ impl Standing {
 
 fn calls(lines: &[Line]) -> Vec<Call> {
     let mut calls: HashMap<(u32, u32), Call> = HashMap::new();
-    for Line { at, worker, call, key, event, .. } in lines {
+    // A sender does not know the number of the call that uses it.
+    let of_calls = lines.iter().filter(|line| !line.event.is_of_a_message());
+    for Line { at, worker, call, key, event, .. } in of_calls {
         let (worker, call, key, asked) = (*worker, *call, *key, *at);
         let it = calls.entry((worker, call)).or_insert(Call {
             worker,
@@ -981,7 +1054,9 @@ impl Rules {
                 return Err(format!("attempt {first} ran twice"));
             }
             let lapses = before.held + u64::try_from(lease.as_millis()).expect("short");
-            if self.leases && began + CLOCK_SLACK < lapses {
+            // A body that returns an error frees its key.
+            let is_freed = before.is_told(|event| *event == Event::Failed);
+            if self.leases && !is_freed && began + CLOCK_SLACK < lapses {
                 return Err(format!("attempt {second} began {} ms before the lease lapsed", lapses - began));
             }
         }

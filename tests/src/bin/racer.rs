@@ -13,7 +13,11 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use fork::Fork;
-use idem_runtime::{Attempt, Disposition, Error, InProgress, Operation, Policy, Store, current, observe};
+use idem_runtime::outbox::{OutgoingMessage, SendFuture, Sender, UnsentReason};
+use idem_runtime::{
+    Attempt, Disposition, Error, InProgress, Operation, Policy, Store, StoreExt as _, current, observe,
+};
+use idem_tests::race::messages::{self, DESTINATIONS, TcpSender};
 use idem_tests::race::{self, Event, Keys, Orders, Place, STEPS, Table, Work};
 use idem_tests::stores;
 use tokio::runtime::{Builder, Runtime};
@@ -29,6 +33,8 @@ struct Racer {
     table: Table,
     /// True if a body of this racer has begun.
     begun: AtomicBool,
+    /// True once the broker has confirmed the last message of a body.
+    has_sent: Arc<AtomicBool>,
     calls: AtomicU32,
 }
 
@@ -117,9 +123,15 @@ fn forked(orders: Orders) {
 
 impl Racer {
     async fn open(orders: Orders) -> Arc<Self> {
-        let store = stores::open(&orders.spec, orders.lease).await;
+        let has_sent = Arc::new(AtomicBool::new(false));
+        let mut store = stores::open(&orders.spec, orders.lease).await;
+        if let Some(port) = orders.broker {
+            let gate = race::gate(&orders.path, std::process::id());
+            let (inner, table, work) = (TcpSender(port), Table::open(&orders.path), orders.work);
+            store = store.with_sender(RacerSender { inner, table, gate, work, has_sent: Arc::clone(&has_sent) });
+        }
         let table = Table::open(&orders.path);
-        Arc::new(Self { orders, store, table, begun: AtomicBool::new(false), calls: AtomicU32::new(0) })
+        Arc::new(Self { orders, store, table, begun: AtomicBool::new(false), has_sent, calls: AtomicU32::new(0) })
     }
 
     /// First key that [`race`](Self::race) serves.
@@ -240,6 +252,15 @@ impl Racer {
             let attempt = current().unwrap();
             self.table.write(call, n, Event::Began(attempt.number()));
             self.begun.store(true, Ordering::Relaxed);
+            if self.orders.broker.is_some() {
+                let result = race::result(attempt.number(), std::process::id(), call);
+                for (place, destination) in DESTINATIONS.into_iter().enumerate() {
+                    attempt.outbox().push(destination, messages::message(n, &result, place))?;
+                }
+                if self.orders.fails_first(n) && attempt.number() == 1 {
+                    return Err(BodyError::Failed);
+                }
+            }
             let [first, last] = STEPS;
             let has_steps = self.orders.has_steps(n);
             if has_steps {
@@ -252,23 +273,26 @@ impl Racer {
             }
             self.table.write(call, n, Event::Ended);
             let result = race::result(attempt.number(), std::process::id(), call);
-            Ok::<_, Error>(race::padded(&result, self.orders.bytes))
+            Ok::<_, BodyError>(race::padded(&result, self.orders.bytes))
         };
-        let (result, outcome) = observe(operation.run(body)).await;
+        let mut run = pin!(observe(operation.run(body)));
+        let ended = poll_fn(|cx| match run.as_mut().poll(cx) {
+            Poll::Ready(ended) => Poll::Ready(Some(ended)),
+            Poll::Pending if work == Work::InMark && self.has_sent.load(Ordering::Relaxed) => Poll::Ready(None),
+            Poll::Pending => Poll::Pending,
+        });
+        let Some((result, outcome)) = ended.await else {
+            self.table.write(call, n, Event::Marking);
+            return std::future::pending().await;
+        };
         let told = match result {
             Ok(result) => {
                 assert!(result.len() >= self.orders.bytes, "key {n}: its result has only {} bytes", result.len());
                 let result = race::told(&result).to_owned();
                 if outcome.replayed() { Event::Replayed(result) } else { Event::Ran(result) }
             }
-            Err(Error::LeaseLost { source: Some(source), .. }) => Event::Unrenewed(format!("{:?}", source.kind())),
-            Err(Error::LeaseLost { .. }) => Event::LeaseLost,
-            Err(Error::Unrecorded { .. }) => Event::Unrecorded,
-            Err(Error::InProgress { .. }) => Event::InProgress,
-            Err(Error::Interrupted { .. }) => Event::Interrupted,
-            Err(Error::AttemptsExhausted { .. }) => Event::Exhausted,
-            Err(Error::Store { source, .. }) => Event::Store(format!("{:?}", source.kind())),
-            Err(error) => panic!("key {n}: {error}"),
+            Err(BodyError::Failed) => return (Event::Failed, outcome.disposition()),
+            Err(BodyError::Call(error)) => failed(n, error),
         };
         (told, outcome.disposition())
     }
@@ -313,7 +337,7 @@ impl Racer {
     async fn work(&self, call: u32, n: usize, work: Work, attempt: &Attempt) {
         let gate = self.gate();
         match work {
-            Work::Nothing | Work::InStep | Work::InEntry => {}
+            Work::Nothing | Work::InStep | Work::InEntry | Work::BeforeSending | Work::AfterSending | Work::InMark => {}
             Work::Some => tokio::time::sleep(WORK).await,
             Work::Long => tokio::time::sleep(2 * self.orders.lease).await,
             Work::Held => {
@@ -360,5 +384,92 @@ fn block_until(over: impl Fn() -> bool) {
             std::hint::spin_loop();
         }
         std::thread::sleep(PAUSE);
+    }
+}
+
+/// Returns the event of a call for key `n` that has ended with `error`.
+fn failed(n: usize, error: Error) -> Event {
+    match error {
+        Error::LeaseLost { source: Some(source), .. } => Event::Unrenewed(format!("{:?}", source.kind())),
+        Error::LeaseLost { .. } => Event::LeaseLost,
+        Error::Unrecorded { .. } => Event::Unrecorded,
+        Error::InProgress { .. } => Event::InProgress,
+        Error::Interrupted { .. } => Event::Interrupted,
+        Error::AttemptsExhausted { .. } => Event::Exhausted,
+        Error::Store { source, .. } => Event::Store(format!("{:?}", source.kind())),
+        Error::Unsent { reason, .. } => Event::Unsent(named(&reason).to_owned()),
+        error => panic!("key {n}: {error}"),
+    }
+}
+
+/// Returns a word for `reason`.
+fn named(reason: &UnsentReason) -> &'static str {
+    match reason {
+        UnsentReason::NotConfirmed { refused: true, .. } => "refused",
+        UnsentReason::NotConfirmed { .. } => "not-confirmed",
+        UnsentReason::NotMarked(_) => "not-marked",
+        UnsentReason::NotRead(_) => "not-read",
+        UnsentReason::Sending => "sending",
+        UnsentReason::RecordChanged => "record-changed",
+        other => panic!("{other}"),
+    }
+}
+
+/// Error of a racer's body.
+#[derive(Debug)]
+enum BodyError {
+    /// The body has pushed its messages, and fails.
+    Failed,
+    Call(Error),
+}
+
+impl From<Error> for BodyError {
+    fn from(error: Error) -> Self {
+        Self::Call(error)
+    }
+}
+
+/// Sender that waits as the racer's [`Work`] says.
+struct RacerSender {
+    inner: TcpSender,
+    table: Table,
+    gate: PathBuf,
+    work: Work,
+    /// True once the broker has confirmed the last message.
+    has_sent: Arc<AtomicBool>,
+}
+
+impl RacerSender {
+    async fn wait(&self) {
+        while !self.gate.exists() {
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+}
+
+impl Sender for RacerSender {
+    fn send<'a>(&'a self, message: &'a OutgoingMessage) -> SendFuture<'a> {
+        Box::pin(async move {
+            let n: usize = message.partition_key().unwrap_or_default().parse()?;
+            let place = messages::place_of(std::str::from_utf8(message.body())?);
+            self.table.write(0, n, Event::Sending(place));
+            if self.work == Work::BeforeSending {
+                self.wait().await;
+            }
+            self.inner.send(message).await?;
+            self.table.write(0, n, Event::Sent(place));
+            if place + 1 == DESTINATIONS.len() {
+                if self.work == Work::AfterSending {
+                    self.wait().await;
+                }
+                self.has_sent.store(true, Ordering::Relaxed);
+            }
+            Ok(())
+        })
+    }
+
+    /// Longer than any test keeps a gate closed.
+    fn timeout(&self) -> Duration {
+        Duration::from_secs(600)
     }
 }
