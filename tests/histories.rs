@@ -319,7 +319,7 @@ impl<'a> History<'a> {
             Step::Finish { back, finish } => {
                 if let Some(index) = self.nth(*back) {
                     let (ask, _, lease) = &self.asks[index];
-                    let expected = self.reference.finish(ask, lease.attempt, finish);
+                    let expected = self.reference.finish(ask, lease.attempt, finish, &[]);
                     prop_assert_eq!(self.store.finish(lease, finish).await.unwrap(), expected);
                 }
             }

@@ -22,6 +22,8 @@ mod history;
 mod ledger;
 #[path = "simulation/linearize.rs"]
 mod linearize;
+#[path = "simulation/mail.rs"]
+mod mail;
 #[path = "simulation/outage.rs"]
 mod outage;
 #[path = "conformance/plain.rs"]
@@ -53,7 +55,7 @@ const RUNS: u64 = 1_000;
 const FOUND: [u64; 2] = [1_008_596, 3_003_478];
 
 /// Events that must occur in the default run of [`RUNS`] worlds, so that every check has something to check.
-const EVENTS: [&str; 73] = [
+const EVENTS: [&str; 85] = [
     "AttemptsExhausted",
     "FingerprintMismatch",
     "InProgress",
@@ -127,6 +129,18 @@ const EVENTS: [&str; 73] = [
     "steps that ran again after a decision",
     "steps that ran again after an error that was certain",
     "uncertain errors of steps",
+    "Unsent",
+    "messages",
+    "messages that arrived after their sender was gone",
+    "messages that arrived again",
+    "messages that met a broker that was away",
+    "messages that the broker refused",
+    "messages that were set aside",
+    "messages whose answer was lost",
+    "outages of the broker",
+    "records that a resender could not finish",
+    "records that a resender has finished",
+    "decisions about records that had changed",
 ];
 
 fn number(name: &str) -> Option<u64> {
@@ -219,6 +233,7 @@ fn a_seed_repeats_its_history() {
             "bodies of a key's only attempt",
             "requests to a bank",
             "steps",
+            "messages",
         ];
         assert!(!later.iter().any(|event| counts.contains_key(event)), "{seed}");
     }
@@ -297,6 +312,21 @@ const BREAKS: &[(Broken, Check)] = &[
     (Broken::Between(DeliberateBreak::StepUnknownIsDone), Check::StepCharged),
     (Broken::Between(DeliberateBreak::StepErrorsAreCertain), Check::StepDoubt),
     (Broken::Between(DeliberateBreak::StepErrorsAreCertain), Check::StepCharged),
+    (Broken::Between(DeliberateBreak::MarksBeforeSending), Check::MessageAcknowledged),
+    (Broken::Between(DeliberateBreak::MarksBeforeSending), Check::MessageMissing),
+    (Broken::Between(DeliberateBreak::LostMessagesAreConfirmed), Check::MessageAcknowledged),
+    (Broken::Between(DeliberateBreak::LostMessagesAreConfirmed), Check::MessageMissing),
+    (Broken::Between(DeliberateBreak::ZombiesSend), Check::MessageLeft),
+    (Broken::Between(DeliberateBreak::FinishesNothing), Check::MessageLeft),
+    (Broken::Between(DeliberateBreak::UnsentIsIgnored), Check::MessageAcknowledged),
+    (Broken::Between(DeliberateBreak::UnsentIsIgnored), Check::MessageMissing),
+    (Broken::Between(DeliberateBreak::MessagesAreRenamed), Check::MessageIdentity),
+    (Broken::Between(DeliberateBreak::PushesAreReversed), Check::MessageOrder),
+    (Broken::Store(M::MarksUnseen), Check::Linearizable),
+    // A call looks at the record again after its mark, and finds the messages again.
+    (Broken::Store(M::MarksNothing), Check::Stuck),
+    (Broken::Store(M::MarkChangesOwner), Check::Linearizable),
+    (Broken::Store(M::MarkRenewsRetention), Check::Linearizable),
     (Broken::Store(M::ReopenKeepsJournal), Check::Linearizable),
     (Broken::Store(M::ReopenNeverShrinksJournal), Check::Linearizable),
     (Broken::Store(M::JournalForgotten), Check::StepReturned),

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 
 use idem_runtime::OnCrash;
 use idem_runtime::record::StoredResult;
-use idem_runtime::store::{Action, Finish, Release, Standing, Verdict};
+use idem_runtime::store::{Action, Finish, Release, Standing, UnsentMessages, Verdict};
 
 /// Reservation that a history requests.
 #[derive(Clone, Debug)]
@@ -47,6 +47,16 @@ pub(crate) struct Entry {
     pub(crate) forgotten_at: u64,
     /// Size of the journal in bytes; zero without a journal.
     pub(crate) journal: usize,
+    /// Messages of a finished operation that are not marked as sent.
+    pub(crate) unsent: Vec<Unsent>,
+}
+
+/// Message that is not marked as sent.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub(crate) struct Unsent {
+    pub(crate) id: String,
+    pub(crate) refusals: u32,
+    pub(crate) set_aside: bool,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -107,7 +117,9 @@ impl Reference {
         let forgotten_at = lapses_at + ask.ttl;
         let (owner, decisions, by) = (ask.owner, 0, String::new());
         let journal = self.look(ask.key).map_or(0, |earlier| earlier.journal);
-        let entry = Entry { owner, decisions, by, attempt, starts, fingerprint, asked, phase, forgotten_at, journal };
+        let unsent = Vec::new();
+        let entry =
+            Entry { owner, decisions, by, attempt, starts, fingerprint, asked, phase, forgotten_at, journal, unsent };
         self.entries.insert(ask.key, entry);
         Answer::Reserved { attempt, starts, fingerprint, takeover, in_doubt }
     }
@@ -211,7 +223,8 @@ impl Reference {
         verdict
     }
 
-    pub(crate) fn finish(&mut self, ask: &Ask, attempt: u32, finish: &Finish) -> Verdict {
+    /// Finishes an attempt whose body has pushed `messages`.
+    pub(crate) fn finish(&mut self, ask: &Ask, attempt: u32, finish: &Finish, messages: &[Unsent]) -> Verdict {
         let now = self.now;
         let Some(entry) = self.touch(ask.key) else { return Verdict::Refused };
         if entry.owner != ask.owner || entry.decisions > 0 || entry.attempt != attempt {
@@ -222,6 +235,7 @@ impl Reference {
                 entry.phase = Phase::Finished(finish.clone());
                 entry.forgotten_at = now + ask.ttl;
                 entry.journal = 0;
+                entry.unsent = messages.to_vec();
                 Verdict::Applied
             }
             Phase::Finished(_) => Verdict::Applied,
@@ -325,15 +339,34 @@ impl Reference {
                 return Verdict::Refused;
             }
         }
+        // A mark removes messages, and is no decision of a person.
+        if let (Action::MarkSent(left), Phase::Finished(_)) = (action, &entry.phase) {
+            entry.unsent = marked(&entry.unsent, left.as_ref());
+            return Verdict::Applied;
+        }
         // The decision is applied, counted, and noted with the operator's name.
         match next {
             Some((phase, starts)) => {
                 let (decisions, by) = (entry.decisions + 1, by.to_owned());
-                *entry = Entry { decisions, by, starts, phase, asked: 0, journal, ..entry.clone() };
+                // The messages of a finished operation stay when its result is replaced.
+                let stays = matches!(phase, Phase::Finished(_)) && matches!(entry.phase, Phase::Finished(_));
+                let unsent = if stays { entry.unsent.clone() } else { Vec::new() };
+                *entry = Entry { decisions, by, starts, phase, asked: 0, journal, unsent, ..entry.clone() };
             }
             None if *action == Action::Forget => drop(self.entries.remove(&key)),
             None => return Verdict::Refused,
         }
         Verdict::Applied
     }
+}
+
+/// Returns the messages that a mark leaves: of `unsent` those that are in `left` too, with the refusals of both.
+fn marked(unsent: &[Unsent], left: Option<&UnsentMessages>) -> Vec<Unsent> {
+    let left = left.map_or(&[][..], UnsentMessages::messages);
+    let kept = unsent.iter().filter_map(|it| {
+        let other = left.iter().find(|other| other.message().id() == it.id)?;
+        let refusals = it.refusals.max(other.refusals());
+        Some(Unsent { id: it.id.clone(), refusals, set_aside: it.set_aside || other.is_set_aside() })
+    });
+    kept.collect()
 }

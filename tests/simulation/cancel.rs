@@ -185,7 +185,8 @@ impl Stage {
         let memory = MemoryStore::options().clock(simulation.clock()).build();
         let weather = FaultRates { faults: 0, late: false, calm: Duration::ZERO, lease: LEASE };
         let truth: Arc<dyn Store> = Arc::new(memory.peer());
-        let net = Arc::new(Net::new(simulation.clock(), Dice::new(1), truth, weather, DeliberateBreak::None));
+        let net =
+            Arc::new(Net::new(simulation.clock(), Dice::new(1), truth, weather, DeliberateBreak::None, (None, true)));
         let line = Line::new(0, Arc::new(memory.peer()), net, None);
         let store = FaultyStore::new(&line);
         let calls = [StoreCall::Reserve, StoreCall::Begin, StoreCall::Renew, StoreCall::Append];

@@ -3,19 +3,20 @@
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::ops::{Range, RangeBounds};
+use std::time::Duration;
 
 use idem_runtime::clock::Clock;
 use idem_runtime::key::Fingerprint;
-use idem_runtime::record::{Record, State};
+use idem_runtime::record::{Record, Ruling, State};
 use idem_runtime::store::{
-    Action, Finish, Inspection, Journal, Lease, OwnerToken, Release, Reservation, ReserveRequest, Revision, StepState,
-    Verdict,
+    Action, Decision, Finish, Inspection, Journal, Lease, OwnerToken, Release, Reservation, ReserveRequest, Revision,
+    StepState, Verdict,
 };
 use idem_runtime::testing::SimulatedClock;
 use idem_runtime::{Key, OnCrash};
 use idem_tests::decided;
 
-use crate::reference::{Answer, Ask, Entry, NOBODY, Phase, Sight};
+use crate::reference::{Answer, Ask, Entry, NOBODY, Phase, Sight, Unsent};
 
 /// Operation on one key. A renewal of several leases is several operations.
 #[derive(Clone, Debug)]
@@ -26,8 +27,8 @@ pub(crate) enum OperationArgs {
     Renew(Ask, u32),
     /// The other fields are the number of the attempt and the size of the journal.
     Append(Ask, u32, usize),
-    /// The second field is the number of the attempt.
-    Finish(Ask, u32, Finish),
+    /// The other fields are the number of the attempt, its end without messages, and the messages.
+    Finish(Ask, u32, Finish, Vec<Unsent>),
     Release(Ask, Release),
     Decide {
         sight: Sight,
@@ -91,6 +92,39 @@ pub(crate) struct History {
     pub(crate) ticks: BTreeSet<u64>,
     /// Other events for the transcript, each with the index of the preceding operation.
     notes: Vec<(usize, u64, String)>,
+}
+
+/// Parts a state from the messages that are stored with its result.
+pub(crate) fn parted(state: &State) -> (State, Vec<Unsent>) {
+    let record = Record::new(OwnerToken::from_bytes([0; OwnerToken::BYTES]), 1, state.clone());
+    let found = Inspection::new(record, Duration::ZERO, None);
+    let Some(messages) = found.unsent_messages() else { return (state.clone(), Vec::new()) };
+    let unsent = messages.messages().iter().map(|it| {
+        let id = it.message().id().to_owned();
+        Unsent { id, refusals: it.refusals(), set_aside: it.is_set_aside() }
+    });
+    (without_messages(found).state, unsent.collect())
+}
+
+/// Parts the end of an attempt from its messages.
+pub(crate) fn parted_finish(finish: &Finish) -> (Finish, Vec<Unsent>) {
+    let of = match finish {
+        Finish::Completed(_) => State::Completed,
+        Finish::Failed(_) => State::Failed,
+    };
+    match parted(&of(finish.result().clone())) {
+        (State::Completed(result), unsent) => (Finish::Completed(result), unsent),
+        (State::Failed(result), unsent) => (Finish::Failed(result), unsent),
+        (other, _) => unreachable!("{other:?}"),
+    }
+}
+
+/// Returns the record of `found` without its messages.
+pub(crate) fn without_messages(found: Inspection) -> Record {
+    match found.decide(&Decision::mark_sent(&Key::new("history", "any").expect("valid"), &found, None)) {
+        Ruling::Replace(record) => record,
+        _ => found.record,
+    }
 }
 
 pub(crate) fn nanos(duration: std::time::Duration) -> u64 {
@@ -217,7 +251,10 @@ impl History {
     /// Reports whether a decision that reopens `key` took effect at one of `events`.
     pub(crate) fn was_reopened(&self, key: usize, events: impl RangeBounds<u64>) -> bool {
         let landed = |op: &Op| op.landed.is_some_and(|(event, _)| events.contains(&event));
-        let reopens = |op: &Op| matches!(&op.asked, OperationArgs::Decide { action, .. } if action.finish().is_none());
+        let reopens = |op: &Op| match &op.asked {
+            OperationArgs::Decide { action, .. } => action.finish().is_none() && !matches!(action, Action::MarkSent(_)),
+            _ => false,
+        };
         self.ops.iter().any(|op| op.key == key && reopens(op) && landed(op))
     }
 
@@ -306,7 +343,8 @@ impl History {
     }
 
     fn entry(&mut self, record: &Record, lapses_at: u64, forgotten_at: u64) -> Entry {
-        let phase = match &record.state {
+        let (state, unsent) = parted(&record.state);
+        let phase = match &state {
             State::Pending { lease, ttl, on_crash, begun } => {
                 let [lease, ttl] = [lease, ttl].map(|time| nanos(*time));
                 Phase::Pending { lease, ttl, on_crash: *on_crash, begun: *begun, lapses_at }
@@ -331,6 +369,7 @@ impl History {
             phase,
             forgotten_at,
             journal: record.journal.as_ref().map_or(0, |journal| journal.bytes().len()),
+            unsent,
         }
     }
 

@@ -83,6 +83,17 @@ pub(crate) enum Check {
     StepReturned,
     /// An operation that has succeeded has run each of its steps.
     StepMissing,
+    /// A message leaves only after its body has returned a value and the store holds its finished record.
+    MessageLeft,
+    /// A message always leaves with the same id and destination, and no other message has its id.
+    MessageIdentity,
+    /// A message leaves only after the earlier messages of its body for its destination have arrived, or were refused
+    /// so often that they are set aside.
+    MessageOrder,
+    /// A caller gets the end of an attempt only after its messages have arrived or are set aside.
+    MessageAcknowledged,
+    /// In the end, the messages of every finished record have arrived or are set aside, and no record holds others.
+    MessageMissing,
     /// Every call returns.
     Stuck,
 }
@@ -841,7 +852,10 @@ impl Ledger {
                     );
                 }
             }
-            if outcome.result_stored() && !net.history().was_reopened(key, 0..) {
+            // `Unsent` says that the result is stored, and does not return it.
+            let is_unsent =
+                matches!(result, Err(Failure::Idempotency(error)) if matches!(**error, Error::Unsent { .. }));
+            if outcome.result_stored() && !is_unsent && !net.history().was_reopened(key, 0..) {
                 match first {
                     Some((other, _)) if !same(other, result) => {
                         find(Check::Replay, format!("{call:?} does not return {other:?}"));

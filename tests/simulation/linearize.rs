@@ -182,7 +182,9 @@ fn apply(reference: &mut Reference, asked: &OperationArgs, key: usize, at: u64) 
         OperationArgs::Append(ask, attempt, journal) => {
             OperationAnswer::Write(reference.append(key, ask.owner, *attempt, *journal))
         }
-        OperationArgs::Finish(ask, attempt, finish) => OperationAnswer::Write(reference.finish(ask, *attempt, finish)),
+        OperationArgs::Finish(ask, attempt, finish, messages) => {
+            OperationAnswer::Write(reference.finish(ask, *attempt, finish, messages))
+        }
         OperationArgs::Release(ask, release) => OperationAnswer::Write(reference.release(ask, *release)),
         OperationArgs::Decide { sight, action, by } => OperationAnswer::Write(reference.decide(key, sight, action, by)),
         OperationArgs::Inspect => OperationAnswer::Inspection(reference.look(key).cloned().map(|mut entry| {
@@ -206,8 +208,9 @@ fn digest(done: &[bool], reference: &Reference, key: usize) -> u64 {
 }
 
 fn hash(entry: &Entry, hasher: &mut impl Hasher) {
-    let Entry { owner, decisions, by, attempt, starts, fingerprint, asked, phase, forgotten_at, journal } = entry;
-    (owner, decisions, by, attempt, starts, fingerprint, asked, forgotten_at, journal).hash(hasher);
+    let Entry { owner, decisions, by, attempt, starts, fingerprint, asked, phase, forgotten_at, journal, unsent } =
+        entry;
+    (owner, decisions, by, attempt, starts, fingerprint, asked, forgotten_at, journal, unsent).hash(hasher);
     match phase {
         Phase::Pending { lease, ttl, on_crash, begun, lapses_at } => {
             (0, lease, ttl, *on_crash == OnCrash::Fail, begun, lapses_at).hash(hasher);
@@ -306,8 +309,9 @@ mod by_hand {
     fn finished(owner: usize, attempt: u32, byte: u8) -> OperationAnswer {
         let phase = Phase::Finished(result(byte));
         let (decisions, by, asked, starts, fingerprint, forgotten_at) = (0, String::new(), 0, attempt, None, 0);
-        let journal = 0;
-        let entry = Entry { owner, decisions, by, attempt, starts, fingerprint, asked, phase, forgotten_at, journal };
+        let (journal, unsent) = (0, Vec::new());
+        let entry =
+            Entry { owner, decisions, by, attempt, starts, fingerprint, asked, phase, forgotten_at, journal, unsent };
         OperationAnswer::Reservation(Answer::Finished(entry))
     }
 
@@ -376,7 +380,7 @@ mod by_hand {
 
     #[test]
     fn a_late_finish_is_accepted_until_a_takeover() {
-        let finish = || OperationArgs::Finish(by(1), 1, result(7));
+        let finish = || OperationArgs::Finish(by(1), 1, result(7), Vec::new());
         assert!(holds(&script(|it| {
             it.done(reserve(1), reserved(1, false));
             it.ask(finish());

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
@@ -22,7 +22,8 @@ use idem_runtime::{Key, Store, StoreError, StoreErrorKind, current};
 use idem_tests::clock::OddClock;
 
 use crate::dice::Dice;
-use crate::history::{End, History, OperationAnswer, OperationArgs, nanos};
+use crate::history::{End, History, OperationAnswer, OperationArgs, nanos, parted_finish, without_messages};
+use crate::mail::Mail;
 use crate::outage::{Loss, Outage, frees};
 
 /// Rates of faults on the lines of a world.
@@ -83,6 +84,19 @@ pub(crate) enum DeliberateBreak {
     StepUnknownIsDone,
     /// Each error of a step is certain, as if the engine journaled a step as undone after an uncertain error.
     StepErrorsAreCertain,
+    /// The record of a result is written without its messages, as if the engine marked messages before it sent them.
+    MarksBeforeSending,
+    /// A lost message counts as confirmed, as if the engine marked and acknowledged what was not sent.
+    LostMessagesAreConfirmed,
+    /// Renewals are confirmed but not executed, and the finish of an attempt that was taken over is confirmed, as if the
+    /// engine sent the messages of a zombie.
+    ZombiesSend,
+    /// A replay comes without the messages that are not marked, as if a duplicate ignored them.
+    UnsentIsIgnored,
+    /// A message has another id each time it is sent.
+    MessagesAreRenamed,
+    /// The messages of a body leave in the reverse order of its pushes.
+    PushesAreReversed,
     /// A reconciler runs under the number of the attempt in doubt, as if the engine reserved no attempt for it.
     ReconcilersRepeatTheNumber,
 }
@@ -129,6 +143,10 @@ pub(crate) struct Net {
     weather: FaultRates,
     stormy: AtomicBool,
     pub(crate) prank: DeliberateBreak,
+    /// Messages of the world, and its broker; `None` if its bodies push none.
+    pub(crate) mail: Option<Mail>,
+    /// True if the store forgets no record while the world lasts.
+    remembers: bool,
     history: Mutex<History>,
     met: Mutex<Vec<Met>>,
     outage: Mutex<Option<Arc<Outage>>>,
@@ -156,6 +174,7 @@ impl Net {
         truth: Arc<dyn Store>,
         weather: FaultRates,
         prank: DeliberateBreak,
+        (mail, remembers): (Option<Mail>, bool),
     ) -> Self {
         Self {
             history: Mutex::new(History::new(clock.clone())),
@@ -165,6 +184,8 @@ impl Net {
             weather,
             stormy: AtomicBool::new(true),
             prank,
+            mail,
+            remembers,
             met: Mutex::default(),
             outage: Mutex::default(),
             counts: Mutex::default(),
@@ -176,6 +197,11 @@ impl Net {
             journals: Mutex::default(),
             shortened: Mutex::default(),
         }
+    }
+
+    /// Reports whether the store forgets no record while the world lasts.
+    pub(crate) fn remembers(&self) -> bool {
+        self.remembers
     }
 
     /// Advances the clock by `duration` while all tasks stand still, so that all timers are late.
@@ -390,7 +416,8 @@ impl Request {
                 vec![(&lease.key, OperationArgs::Append(history.ask(lease), lease.attempt, size))]
             }
             Self::Finish(lease, finish) => {
-                vec![(&lease.key, OperationArgs::Finish(history.ask(lease), lease.attempt, finish.clone()))]
+                let (finish, messages) = parted_finish(finish);
+                vec![(&lease.key, OperationArgs::Finish(history.ask(lease), lease.attempt, finish, messages))]
             }
             Self::Release(lease, release) => vec![(&lease.key, OperationArgs::Release(history.ask(lease), *release))],
             Self::Decide(Decision { key, seen, action, by, .. }) => {
@@ -424,6 +451,16 @@ enum Fate {
 /// Store of one simulated process.
 #[derive(Clone)]
 pub(crate) struct Line(Arc<Process>);
+
+/// Line of a process that does not keep the process. The sender of a process has one, because the process keeps it.
+pub(crate) struct WeakLine(Weak<Process>);
+
+impl WeakLine {
+    /// Reports whether the process is dead or gone.
+    pub(crate) fn is_dead(&self) -> bool {
+        self.0.upgrade().is_none_or(|process| process.dead.load(Ordering::SeqCst))
+    }
+}
 
 struct Process {
     number: usize,
@@ -474,6 +511,10 @@ impl Line {
 
     pub(crate) fn is_dead(&self) -> bool {
         self.0.dead.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn downgrade(&self) -> WeakLine {
+        WeakLine(Arc::downgrade(&self.0))
     }
 
     async fn exchange(&self, request: Request) -> Result<Reply, StoreError> {
@@ -647,7 +688,7 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
         (DeliberateBreak::ResolvesNothing, Request::Decide(Decision { action: Action::Resolve(_), .. })) => {
             Some(Reply::Decided(DecisionAnswer::Applied))
         }
-        (DeliberateBreak::RenewsNothing, Request::Renew(leases)) => {
+        (DeliberateBreak::RenewsNothing | DeliberateBreak::ZombiesSend, Request::Renew(leases)) => {
             Some(Reply::Writes(vec![Verdict::Applied; leases.len()]))
         }
         (DeliberateBreak::StaleReads, Request::Reserve(request)) if net.dice.chance(300) => {
@@ -678,6 +719,25 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
         }
         _ => request.ask(store).await,
     };
+    match (net.prank, request, &mut answer) {
+        (DeliberateBreak::MarksBeforeSending, Request::Finish(lease, _), Ok(_)) => {
+            if let Some(found) = net.truth(&lease.key).filter(|found| found.unsent_messages().is_some()) {
+                let _ = store.decide(&Decision::mark_sent(&lease.key, &found, None)).await;
+            }
+        }
+        (DeliberateBreak::ZombiesSend, Request::Finish(..), Ok(Reply::Writes(verdicts))) => {
+            *verdicts = vec![Verdict::Applied];
+        }
+        (
+            DeliberateBreak::UnsentIsIgnored,
+            _,
+            Ok(
+                Reply::Reservation(Reservation::Finished { record, .. })
+                | Reply::Inspection(Some(Inspection { record, .. })),
+            ),
+        ) => *record = without_messages(Inspection::new(record.clone(), Duration::ZERO, None)),
+        _ => {}
+    }
     net.note_journal(request, before.as_ref());
     if let (Request::Begin(_), Ok(Reply::Writes(verdicts))) = (request, &answer) {
         net.history().ops[ops[0]].applied = verdicts[0] == Verdict::Applied;

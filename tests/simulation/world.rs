@@ -18,13 +18,14 @@ use futures::future::{Either, select};
 use idem_runtime::clock::Clock;
 use idem_runtime::codec::CodecName;
 use idem_runtime::operator::{OperatorError, StepResolution};
+use idem_runtime::outbox::{Resender, Resent};
 use idem_runtime::record::{State, StoredResult};
 use idem_runtime::step::StepProblem;
-use idem_runtime::store::{Action, Decision, DecisionAnswer, Finish, Inspection, StepState};
+use idem_runtime::store::{Action, Decision, DecisionAnswer, Finish, Inspection, StepState, UnsentMessages};
 use idem_runtime::testing::{Simulation, Task};
 use idem_runtime::{
-    Attempt, Disposition, Error, InProgress, Key, MemoryStore, OnCrash, OnError, OnStoreError, Policy, Reconciliation,
-    Refusal, Store, StoreExt as _, current, idempotent, observe,
+    Attempt, Disposition, Error, InProgress, Key, MemoryStore, OnCrash, OnError, OnStoreError, Outcome, Policy,
+    Reconciliation, Refusal, Store, StoreError, StoreExt as _, current, idempotent, observe,
 };
 use serde::{Deserialize, Serialize};
 use tokio::sync::Notify;
@@ -34,6 +35,7 @@ use crate::dice::Dice;
 use crate::history::nanos;
 use crate::ledger::{BodyEnd, CallEnd, Check, FOR_EVER, Finding, Ledger, Terms, step_name};
 use crate::linearize::{self, Judgement};
+use crate::mail::{self, Mail, Postbox};
 use crate::outage::{Loss, Outage};
 use crate::plain::{Mistake, Plain};
 use crate::store::{DeliberateBreak, FaultRates, Line, Net, yield_now};
@@ -115,6 +117,8 @@ const BANKS: u64 = 0x7469_6c6c;
 const PARTS: u64 = 0x7061_7274;
 /// Like [`DECIDERS`], for the dice of steps under `fail` and of steps with a reconciler.
 const GUARDS: u64 = 0x6775_6172;
+/// Like [`DECIDERS`], for the dice of messages, senders and brokers.
+const MESSAGES: u64 = 0x6d61_696c;
 /// Largest number of steps of a body.
 pub(crate) const STEPS: usize = 3;
 
@@ -249,6 +253,24 @@ impl Delivery {
         self.operation().key.text()
     }
 
+    /// Checks that the messages of the attempt whose end the caller has got are with the broker.
+    fn check_messages(&self, result: &Result<String, Failure>, outcome: &Outcome) {
+        let World(shared) = &self.world;
+        let Some(mail) = &shared.net.mail else { return };
+        let value = match result {
+            Ok(value) => value,
+            Err(Failure::Idempotency(error)) if matches!(**error, Error::ResultUnavailable { .. }) => "",
+            Err(_) => return,
+        };
+        let history = shared.net.history();
+        // The record of such an attempt may be another one than that of its body, and hold no messages.
+        let is_decided = history.was_reopened(self.operation, 0..) || !history.resolved(self.operation).is_empty();
+        drop(history);
+        if !is_decided && self.operation().terms.ttl == FOR_EVER {
+            mail.acknowledges(&self.operation().key, outcome.attempt(), value);
+        }
+    }
+
     fn ended(&self, end: CallEnd) {
         let world = &self.world;
         world.ledger.borrow_mut().end_call(&world.net, self.call, &self.operation().key, end);
@@ -381,7 +403,11 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
     let parts = Parts { running: &running, name: &name, longest };
     let parts_at = world.steps.as_ref().map(|dice| dice.between(0, steps - 1));
     let mut charged = None;
+    let pushes_at = net.mail.as_ref().map(|mail| mail.dice.between(0, steps - 1));
     for step in 0..steps {
+        if pushes_at == Some(step) {
+            net.push_messages(&running.attempt, &name);
+        }
         match dice.between(0, 5) {
             0 => {}
             1 => yield_now().await,
@@ -449,6 +475,9 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
         (None, false) => name.clone(),
     };
     running.end(BodyEnd::Value(value.clone()));
+    if let Some(mail) = &net.mail {
+        mail.returns(&name);
+    }
     Ok(value)
 }
 
@@ -661,6 +690,7 @@ async fn call_once(delivery: &Delivery) -> Result<String, Failure> {
         (_, false) => observe(releasing(delivery, values)).await,
     };
     delivery.world.count_outcome(&result, &outcome);
+    delivery.check_messages(&result, &outcome);
     delivery.ended(CallEnd::Returned(result.clone(), outcome));
     result
 }
@@ -699,6 +729,7 @@ impl World {
                 Error::Unrecorded { .. } => "Unrecorded",
                 Error::ResultUnavailable { .. } => "ResultUnavailable",
                 Error::Store { .. } => "Store",
+                Error::Unsent { .. } => "Unsent",
                 _ => "other errors",
             });
         }
@@ -807,6 +838,10 @@ impl World {
             Loss::draw(dice, from)
         });
         let line = Line::new(number, (self.open)(), Arc::clone(&self.net), loss);
+        let line = match &self.net.mail {
+            Some(_) => line.clone().with_sender(Postbox::of(&line, &self.net)),
+            None => line,
+        };
         if let Some(loss) = loss {
             self.count("rights that a process lost");
             self.ledger.borrow_mut().losses.push((number, loss));
@@ -1037,6 +1072,9 @@ impl World {
         self.simulation.spawn(self.clone().kill_now_and_then(storm));
         self.simulation.spawn(self.clone().decide_now_and_then(storm));
         self.simulation.spawn(self.clone().jump_now_and_then(storm));
+        if self.net.mail.is_some() {
+            self.simulation.spawn(self.clone().send_now_and_then(storm));
+        }
         if let Some(dice) = self.guards.clone() {
             self.simulation.spawn(self.clone().decide_steps_now_and_then(dice, storm));
         }
@@ -1074,6 +1112,7 @@ impl World {
             }
             line.context().flush().await;
         }
+        self.send_the_rest().await;
         // Inspect every key once more, for the history.
         let witness = Line::new(100, (self.open)(), Arc::clone(&self.net), None);
         for operation in &self.operations {
@@ -1127,6 +1166,71 @@ impl World {
                 }
             }
         }
+    }
+
+    /// Returns a line of a process that sends messages where nothing delivers again.
+    fn resending_line(&self) -> Line {
+        let line = Line::new(97, (self.open)(), Arc::clone(&self.net), None);
+        line.clone().with_sender(Postbox::of(&line, &self.net))
+    }
+
+    /// Lets the broker be away at times, and sends messages by resenders beside the deliveries, until the storm ends.
+    async fn send_now_and_then(self, storm: Duration) {
+        let Some(mail) = &self.net.mail else { return };
+        let line = self.resending_line();
+        let resender = Resender::new(&line).older_than(Duration::ZERO).scan();
+        while self.net.is_stormy() {
+            self.net.clock.sleep(Duration::from_millis(1) + mail.dice.up_to(storm / 4)).await;
+            match mail.dice.between(0, 2) {
+                0 => mail.goes_away(mail::outage(&self.net, &mail.dice)),
+                1 => self.count_resent(resender.pass().await),
+                _ => {}
+            }
+        }
+    }
+
+    fn count_resent(&self, resent: Result<Resent, StoreError>) {
+        if let Ok(Resent { done, failed, .. }) = resent {
+            *self.counts.borrow_mut().entry("records that a resender has finished").or_default() += done;
+            *self.counts.borrow_mut().entry("records that a resender could not finish").or_default() += failed;
+        }
+    }
+
+    /// Sends the messages that no delivery has sent: those of calls that a body makes, and of inputs that were set
+    /// aside.
+    async fn send_the_rest(&self) {
+        let Some(mail) = &self.net.mail else { return };
+        mail.goes_away(0);
+        let line = self.resending_line();
+        let resender = Resender::new(&line).older_than(Duration::ZERO).scan();
+        // The broker refuses a message nine times at most, and a pass counts one refusal.
+        for _ in 0..10 {
+            let resent = resender.pass().await;
+            self.count_resent(resent.clone());
+            if resent.is_ok_and(|resent| resent.failed == 0 && resent.skipped == 0) {
+                break;
+            }
+        }
+    }
+
+    /// Checks that the messages of all finished records have been sent; see [`Check::MessageMissing`].
+    fn check_mail(&self) {
+        let Some(mail) = &self.net.mail else { return };
+        for (n, operation) in self.operations.iter().enumerate() {
+            let Some(found) = self.net.truth(&operation.key) else { continue };
+            let is_held = |unsent: UnsentMessages| unsent.messages().iter().any(|it| !it.is_set_aside());
+            if found.unsent_messages().is_some_and(is_held) {
+                self.ledger.borrow_mut().find(Check::MessageMissing, n, format!("the store still holds {found:?}"));
+            }
+            let history = self.net.history();
+            let is_decided = history.was_reopened(n, 0..) || !history.resolved(n).is_empty();
+            drop(history);
+            if !is_decided && operation.terms.ttl == FOR_EVER && found.record.is_finished() {
+                mail.close(&operation.key, found.record.attempt);
+            }
+        }
+        let findings = mail.take_findings(&self.net);
+        self.ledger.borrow_mut().findings.extend(findings);
     }
 
     /// Checks that no record is still held at the end.
@@ -1192,8 +1296,10 @@ pub(crate) fn run(seed: u64, broken: Broken) -> Report {
         Broken::Between(prank) => prank,
         _ => DeliberateBreak::None,
     };
-    let net = Arc::new(Net::new(clock, dice.clone(), open(), weather, prank));
     let mut operations = operations(&dice, lease);
+    let mail = Some(Dice::new(seed ^ MESSAGES)).filter(|dice| dice.chance(300)).map(Mail::new);
+    let remembers = operations.iter().all(|operation| operation.terms.ttl == FOR_EVER);
+    let net = Arc::new(Net::new(clock, dice.clone(), open(), weather, prank, (mail, remembers)));
     let singles = Dice::new(seed ^ SINGLES);
     for operation in operations.iter_mut().filter(|_| singles.chance(100)) {
         operation.terms.max_attempts = Some(1);
@@ -1313,6 +1419,7 @@ fn finish(world: World, seed: u64, stuck: Option<String>) -> Report {
         world.check_leftovers();
         let net = Arc::clone(&world.net);
         world.ledger.borrow_mut().close(&net);
+        world.check_mail();
         world.check_charges();
         world.check_step_charges();
     }
