@@ -1472,3 +1472,96 @@ mod explorer {
         explore(|worker| async move { charge_before_check(&App::new(worker), 42).await }).assert_once();
     }
 }
+
+mod messages {
+    use idem_runtime::outbox::{OutgoingMessage, Sender as _};
+    use idem_runtime::testing::{Explorer, Problem, Worker, explore};
+    use idem_runtime::{Error, current, idempotent};
+
+    #[derive(Debug)]
+    enum PayError {
+        NoAnswer,
+        Call(#[allow(dead_code, reason = "a story shows it")] Error),
+    }
+
+    impl From<Error> for PayError {
+        fn from(error: Error) -> Self {
+            Self::Call(error)
+        }
+    }
+
+    /// Publishes three messages, two of them for one destination.
+    #[idempotent(key = "order:{order}", ttl = "7d", store = worker.store())]
+    async fn pay(worker: &Worker, order: u32) -> Result<u32, PayError> {
+        let attempt = current()?;
+        let charge = worker.effect("charge").key(attempt.child_key("charge"));
+        let outbox = attempt.outbox();
+        outbox.push("orders", OutgoingMessage::new("paid"))?;
+        outbox.push("mail", OutgoingMessage::new("receipt"))?;
+        charge.await.map_err(|_| PayError::NoAnswer)?;
+        outbox.push("orders", OutgoingMessage::new("packed"))?;
+        Ok(order)
+    }
+
+    /// Publishes in its body. `with_child_key`: the id of the message is the same in each attempt.
+    #[idempotent(key = "order:{order}", ttl = "7d", store = worker.store())]
+    async fn publish(worker: &Worker, order: u32, with_child_key: bool) -> std::io::Result<u32> {
+        let attempt = current().map_err(std::io::Error::other)?;
+        let id = if with_child_key { attempt.child_key("paid") } else { format!("{order}-{}", attempt.number()) };
+        let paid = OutgoingMessage::new("paid").addressed("orders", id);
+        let sent = worker.sender().send(&paid).await;
+        sent.map_err(|error| std::io::Error::other(error.to_string()))?;
+        Ok(order)
+    }
+
+    /// Publishes another content in each attempt, with one id.
+    #[idempotent(key = "order:{order}", ttl = "7d", store = worker.store())]
+    async fn publish_other_content(worker: &Worker, order: u32) -> std::io::Result<u32> {
+        let attempt = current().map_err(std::io::Error::other)?;
+        let body = format!("attempt {}", attempt.number());
+        let paid = OutgoingMessage::new(body).addressed("orders", attempt.child_key("paid"));
+        let sent = worker.sender().send(&paid).await;
+        sent.map_err(|error| std::io::Error::other(error.to_string()))?;
+        Ok(order)
+    }
+
+    #[test]
+    fn a_handler_with_the_outbox_is_cut_at_each_sending_and_sends_each_message_once() {
+        let report = explore(|worker| async move { pay(&worker, 42).await });
+        report.assert_once();
+        let sent = ["message for `orders`", "message for `mail`", "message for `orders`"];
+        assert_eq!(report.effects(), [&["charge"], &sent[..]].concat());
+        for point in ["before message for `orders`", "after message for `mail`", "before `mark_sent` reaches the store"]
+        {
+            assert!(report.awaits().iter().any(|place| place == point), "{point}: {:?}", report.awaits());
+        }
+        let alone = |scenario| Explorer::new().only(scenario).explore(|worker| async move { pay(&worker, 42).await });
+        for scenario in
+            ["crash@effect:2", "answer-lost@effect:3", "late@effect:4", "stop@effect:2", "crash-late@effect:4"]
+        {
+            alone(scenario).assert_once();
+        }
+    }
+
+    #[test]
+    fn a_handler_that_publishes_in_its_body_sends_another_message_after_a_crash() {
+        let report = explore(|worker| async move { publish(&worker, 42, false).await });
+        let repeated: Vec<_> = report.findings().iter().map(|finding| finding.problem()).collect();
+        let is_repeated = |it: &&Problem| matches!(it, Problem::MessageRepeated { times: 2, expected: 1, .. });
+        assert!(repeated.iter().any(is_repeated), "{repeated:?}");
+        let only =
+            |it: &&Problem| matches!(it, Problem::MessageRepeated { destination, .. } if destination == "orders");
+        assert!(repeated.iter().all(only), "{repeated:?}");
+        let text = "MESSAGE REPEATED: 2 messages with different ids arrived for `orders`, not 1";
+        assert!(report.to_string().contains(text), "{report}");
+        explore(|worker| async move { publish(&worker, 42, true).await }).assert_once();
+    }
+
+    #[test]
+    fn a_handler_whose_messages_differ_under_one_id_is_found() {
+        let report = explore(|worker| async move { publish_other_content(&worker, 42).await });
+        let is_shared =
+            |it: &Problem| matches!(it, Problem::MessageIdShared { destination } if destination == "orders");
+        assert!(report.findings().iter().any(|finding| is_shared(finding.problem())), "{report}");
+    }
+}

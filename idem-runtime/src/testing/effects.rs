@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::key::Key;
 use crate::record::journal::{JournalEntry, StepProgress};
+use crate::record::messages::OutgoingMessage;
 
 /// Part of a handler that requests an effect.
 #[derive(Clone, Default)]
@@ -103,6 +104,15 @@ pub(super) fn count(all: &[PastEffect]) -> BTreeMap<EffectPlace, EffectCount> {
         if happened.cause == RepetitionCause::Rerun {
             happened.cause = effect.cause(all);
         }
+    }
+    counts
+}
+
+/// Returns the number of messages for each destination.
+pub(super) fn count_messages<'a>(messages: impl Iterator<Item = &'a OutgoingMessage>) -> BTreeMap<String, usize> {
+    let mut counts = BTreeMap::new();
+    for message in messages {
+        *counts.entry(message.destination().to_owned()).or_default() += 1;
     }
     counts
 }

@@ -308,7 +308,7 @@ impl Explorer {
         let facts = Rc::new(plain.facts());
         let mut report = Report::new(self.at_most_once, &plain);
         report.judge(&plain, self.at_most_once);
-        if plain.effects.is_empty() {
+        if plain.effects.is_empty() && plain.messages.is_empty() {
             report.add(&plain, Problem::NothingCounted);
         }
         let awaits = plain.awaits.len();
@@ -382,6 +382,7 @@ impl Explorer {
             store_calls: std::mem::take(&mut state.store_calls),
             effect_calls: std::mem::take(&mut state.effect_calls),
             effects: effects::count(&state.effects),
+            messages: effects::count_messages(state.messages.values()),
             step_values: std::mem::take(&mut state.step_values),
             leaves_doubts: state.leaves_doubts,
             awaits_in_doubt: known.awaits_in_doubt,

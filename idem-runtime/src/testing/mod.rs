@@ -130,6 +130,38 @@
 //!   or its request was on its way, the step needs `uncertain_errors` ([`Problem::CertainError`]).
 //! - *Outside of a step.* An effect before or after its step is not protected by the step ([`Problem::Repeated`]).
 //!
+//! # Messages
+//!
+//! The store of a worker has a [sender](Worker::sender), so a handler may push to its [outbox](crate::Attempt::outbox).
+//! Each sending of a message is an effect, with the awaits and faults of effects, and the write that marks messages as
+//! sent is a store call, `mark_sent`. So the explorer ends a delivery before and after each sending, and right before
+//! and after the mark reaches the store. The simulated broker counts messages by their ids. Messages with other ids than
+//! in the first attempt are a finding ([`Problem::MessageRepeated`]), as for a handler that publishes in its body:
+//!
+//! ```
+//! use idem_runtime::outbox::{OutgoingMessage, Sender};
+//! use idem_runtime::testing::{Problem, Worker, explore};
+//! use idem_runtime::{Error, current, idempotent};
+//!
+//! #[idempotent(key = "order:{order}", ttl = "7d", store = worker.store())]
+//! async fn pay(worker: &Worker, order: u32, with_outbox: bool) -> Result<u32, Error> {
+//!     let attempt = current()?;
+//!     let paid = OutgoingMessage::new("paid");
+//!     if with_outbox {
+//!         attempt.outbox().push("orders", paid)?;
+//!     } else {
+//!         let paid = paid.addressed("orders", format!("{order}-{}", attempt.number()));
+//!         worker.sender().send(&paid).await.map_err(|_| Error::NoAttempt)?;
+//!     }
+//!     Ok(order)
+//! }
+//!
+//! explore(|worker| async move { pay(&worker, 42, true).await }).assert_once();
+//! let report = explore(|worker| async move { pay(&worker, 42, false).await });
+//! let is_repeated = |it: &Problem| matches!(it, Problem::MessageRepeated { destination, .. } if destination == "orders");
+//! assert!(report.findings().iter().any(|finding| is_repeated(finding.problem())));
+//! ```
+//!
 //! # Reconcilers
 //!
 //! If an effect is in doubt, the next delivery asks the [reconciler](crate::Reconciliation) of the handler, or of the
@@ -187,6 +219,7 @@
 //!
 //! # Expectations
 //!
+//! - For each destination, as many messages with different ids arrive as in the plain run, and one id has one content.
 //! - Each effect happens as often as in the plain run. An effect whose request has an idempotency key ([`Effect::key`])
 //!   happens once for each key. With [`Explorer::at_most_once`], for `on_crash = fail`, an effect may also be missing
 //!   if the message was set aside.
@@ -256,4 +289,4 @@ pub use simulation::{KilledTask, Simulation, SimulationStuck, Task};
 #[cfg(feature = "testing")]
 pub use time::SimulatedClock;
 #[cfg(feature = "testing")]
-pub use worker::{Effect, NoAnswer, SimulatedStore, Worker};
+pub use worker::{Effect, NoAnswer, SimulatedSender, SimulatedStore, Worker};

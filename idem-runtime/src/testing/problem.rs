@@ -105,6 +105,30 @@ pub enum Problem {
         /// Name of the effect that had used the key before.
         other: String,
     },
+    /// Messages with different ids arrived for a destination, more of them than in the plain run: the body published
+    /// again, in another attempt or without the [outbox](crate::Attempt::outbox).
+    MessageRepeated {
+        /// Destination of the messages.
+        destination: String,
+        /// Number of messages with different ids.
+        times: usize,
+        /// Number of messages in the plain run.
+        expected: usize,
+    },
+    /// Fewer messages arrived for a destination than in the plain run, or none.
+    MessageMissing {
+        /// Destination of the messages.
+        destination: String,
+        /// Number of messages with different ids.
+        times: usize,
+        /// Number of messages in the plain run.
+        expected: usize,
+    },
+    /// Two messages with different content arrived with one id.
+    MessageIdShared {
+        /// Destination of the later message.
+        destination: String,
+    },
     /// A message was delivered many times and never acknowledged.
     Unacknowledged,
     /// A message was set aside although the plain run acknowledges it.
@@ -129,6 +153,10 @@ impl Problem {
         match (self, other) {
             (Self::Repeated { effect, .. }, Self::Repeated { effect: other, .. })
             | (Self::Missing { effect, .. }, Self::Missing { effect: other, .. }) => effect == other,
+            (Self::MessageRepeated { destination, .. }, Self::MessageRepeated { destination: other, .. })
+            | (Self::MessageMissing { destination, .. }, Self::MessageMissing { destination: other, .. }) => {
+                destination == other
+            }
             (Self::StepRepeated { step, effect, .. }, Self::StepRepeated { step: in_step, effect: other, .. })
             | (Self::CertainError { step, effect, .. }, Self::CertainError { step: in_step, effect: other, .. }) => {
                 (step, effect) == (in_step, other)
@@ -166,6 +194,16 @@ impl fmt::Display for Problem {
             }
             Self::KeyShared { effect, other } => {
                 write!(f, "KEY SHARED: `{effect}` was called with the key of `{other}`")
+            }
+            Self::MessageRepeated { destination, times, expected } => write!(
+                f,
+                "MESSAGE REPEATED: {times} messages with different ids arrived for `{destination}`, not {expected}"
+            ),
+            Self::MessageMissing { destination, times, expected } => {
+                write!(f, "MESSAGE MISSING: {times} of {expected} messages arrived for `{destination}`")
+            }
+            Self::MessageIdShared { destination } => {
+                write!(f, "MESSAGE ID SHARED: two messages for `{destination}` have one id and different content")
             }
             Self::Unacknowledged => f.write_str("NEVER ACKNOWLEDGED: the message was delivered again and again"),
             Self::SetAside => f.write_str("SET ASIDE: no delivery of the message could succeed"),

@@ -1,6 +1,7 @@
 //! Report of an exploration.
 
-use std::collections::BTreeMap;
+use std::cmp::Ordering;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use super::effects::{EffectCount, EffectPlace, RepetitionCause, totals};
@@ -19,6 +20,8 @@ pub struct Report {
     effect_calls: Vec<String>,
     /// Number of times that each effect happened in each place of the plain run.
     expected: BTreeMap<EffectPlace, EffectCount>,
+    /// Number of messages for each destination in the plain run.
+    expected_messages: BTreeMap<String, usize>,
     set_aside: bool,
     /// Number of steps of the handler.
     steps: usize,
@@ -36,6 +39,7 @@ impl Report {
             store_calls: plain.store_calls.clone(),
             effect_calls: plain.effect_calls.clone(),
             expected: plain.effects.clone(),
+            expected_messages: plain.messages.clone(),
             set_aside: plain.set_aside,
             steps: plain.step_values.len(),
             findings: Vec::new(),
@@ -122,6 +126,19 @@ impl Report {
             let times = times.get(effect).copied().unwrap_or_default();
             if times < expected && !(at_most_once && run.set_aside) {
                 problems.push(Problem::Missing { effect: effect.to_owned(), times, expected });
+            }
+        }
+        let may_miss = at_most_once && run.set_aside;
+        for destination in self.expected_messages.keys().chain(run.messages.keys()).collect::<BTreeSet<_>>() {
+            let number = |of: &BTreeMap<String, usize>| of.get(destination).copied().unwrap_or_default();
+            let (times, expected) = (number(&run.messages), number(&self.expected_messages));
+            let destination = destination.clone();
+            match times.cmp(&expected) {
+                Ordering::Greater => problems.push(Problem::MessageRepeated { destination, times, expected }),
+                Ordering::Less if !may_miss => {
+                    problems.push(Problem::MessageMissing { destination, times, expected });
+                }
+                _ => {}
             }
         }
         if run.set_aside && !self.set_aside && !at_most_once {

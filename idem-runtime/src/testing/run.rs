@@ -15,6 +15,8 @@ pub(super) struct Run {
     pub(super) effect_calls: Vec<String>,
     /// Number of times that each effect has happened in each place.
     pub(super) effects: BTreeMap<EffectPlace, EffectCount>,
+    /// Number of messages with different ids that have arrived for each destination.
+    pub(super) messages: BTreeMap<String, usize>,
     /// Values of the steps that were journaled.
     pub(super) step_values: BTreeMap<String, StoredResult>,
     /// True if a later delivery may find an effect in doubt: the handler has a reconciler, or a step that journals its

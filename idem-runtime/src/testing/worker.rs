@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -19,13 +19,15 @@ use crate::clock::{Clock, Instant};
 use crate::engine::{Attempt, Step, current, polled_step, reconciliation};
 use crate::key::Key;
 use crate::record::journal::{JournalEntry, StepProgress};
+use crate::record::messages::OutgoingMessage;
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Release, Reservation, ReserveRequest, StoredResult,
     Verdict,
 };
+use crate::store::sender::{SendFuture, Sender};
 use crate::store::{
-    Answers, Filter, JournaledStep, Page, StepState, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture,
-    renew_all, store_of_shared,
+    Answers, Filter, JournaledStep, Page, StepState, Store, StoreContext, StoreError, StoreErrorKind, StoreExt as _,
+    StoreFuture, renew_all, store_of_shared,
 };
 use crate::stores::memory::MemoryStore;
 use crate::sync::lock;
@@ -64,10 +66,18 @@ enum Health {
 }
 
 impl Worker {
-    /// Returns the worker's handle to the store of the scenario. All workers share the store.
+    /// Returns the worker's handle to the store of the scenario. All workers share the store. The handle has a
+    /// [sender](Self::sender).
     pub fn store(&self) -> SimulatedStore {
         let this = |it: &std::sync::Weak<WorkerInner>| WorkerInner { this: it.clone(), worker: self.clone() };
         SimulatedStore(Arc::new_cyclic(this))
+    }
+
+    /// Returns the sender of the worker's store, which sends the messages that handlers push to their
+    /// [outbox](crate::Attempt::outbox). Use it for a handler that publishes without the outbox. Its broker counts
+    /// messages by their ids, and a message with a known id does not count again.
+    pub fn sender(&self) -> SimulatedSender {
+        SimulatedSender(WeakWorker(Arc::downgrade(&self.0)))
     }
 
     /// Returns the clock of the scenario. `tokio::time` shows the same time.
@@ -98,13 +108,13 @@ impl Worker {
     pub async fn happened(&self, name: &str) -> Result<bool, NoAnswer> {
         let world = &self.0.world;
         let question = format!("whether `{name}` happened");
-        let cut = world.count(self, Point::Effect, |state| &mut state.effect_calls, &question);
+        let cut = world.count(self, Point::Effect, |state| &mut state.effect_calls, &*question);
         self.travel(|| format!("before the question {question}")).await;
         let happened = lock(&world.state).effects.iter().any(|effect| effect.name == name);
         let answer = if happened { "has happened" } else { "has not happened" };
         world.narrate(&format!("worker {} asks about effect `{name}`, which {answer}", self.number()));
         if world.scenario.arrives_after_question() {
-            world.arrive(|late| late.name == name);
+            world.arrive(|late| late.message.is_none() && late.name == name);
         }
         self.travel(|| format!("after the question {question}")).await;
         match cut {
@@ -249,7 +259,7 @@ impl Future for Effect {
         let under_way = this.under_way.get_or_insert_with(|| {
             let (worker, name, key) = (this.worker.clone(), this.name.clone(), this.key.clone());
             let by = worker.0.world.requester();
-            let request = EffectRequest { worker, name, key, by };
+            let request = EffectRequest { worker, name, key, by, message: None };
             Box::pin(effect(request, this.expires_after))
         });
         under_way.as_mut().poll(cx)
@@ -266,21 +276,71 @@ impl fmt::Debug for Effect {
 #[derive(Clone)]
 struct EffectRequest {
     worker: Worker,
+    /// Name of the effect, or destination of the message.
     name: String,
     key: Option<String>,
     by: Requester,
+    /// Message that is sent to the broker; `None` for an effect of a fake of the handler.
+    message: Option<OutgoingMessage>,
+}
+
+impl EffectRequest {
+    /// Text of the request in the list of all requests.
+    fn call(&self) -> String {
+        match self.message {
+            Some(_) => self.to_string(),
+            None => self.name.clone(),
+        }
+    }
+}
+
+impl fmt::Display for EffectRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.message {
+            Some(_) => write!(f, "message for `{}`", self.name),
+            None => write!(f, "effect `{}`", self.name),
+        }
+    }
+}
+
+/// Sender of a [`Worker`], with a simulated broker that recognises repetitions by the
+/// [id](OutgoingMessage::id); see [`Worker::sender`].
+#[derive(Clone, Debug)]
+pub struct SimulatedSender(WeakWorker);
+
+/// Worker whose store holds this handle.
+#[derive(Clone)]
+struct WeakWorker(Weak<Process>);
+
+impl fmt::Debug for WeakWorker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("WeakWorker")
+    }
+}
+
+impl Sender for SimulatedSender {
+    fn send<'a>(&'a self, message: &'a OutgoingMessage) -> SendFuture<'a> {
+        Box::pin(async move {
+            let worker = Worker(self.0.0.upgrade().ok_or("the worker of this sender is gone")?);
+            let (name, by) = (message.destination().to_owned(), Requester::default());
+            let request = EffectRequest { worker, name, key: None, by, message: Some(message.clone()) };
+            // Boxed: the request travels, and may stand still.
+            Box::pin(effect(request, None)).await?;
+            Ok(())
+        })
+    }
 }
 
 async fn effect(request: EffectRequest, expires_after: Option<Duration>) -> Result<bool, NoAnswer> {
-    let EffectRequest { worker, name, .. } = &request;
+    let (worker, subject) = (&request.worker, request.to_string());
     let world = &worker.0.world;
-    let cut = world.count(worker, Point::Effect, |state| &mut state.effect_calls, name);
+    let cut = world.count(worker, Point::Effect, |state| &mut state.effect_calls, request.call());
     if cut.is_some_and(Cut::stands_still) {
         return stopped_effect(request, expires_after).await;
     }
-    worker.travel(|| format!("before effect `{name}`")).await;
+    worker.travel(|| format!("before {subject}")).await;
     if matches!(cut, Some(Cut::RequestLost)) {
-        world.narrate(&format!("the request for effect `{name}` gets lost"));
+        world.narrate(&format!("the request for {subject} gets lost"));
         return Err(NoAnswer(()));
     }
     if let Some(cut) = cut.filter(|cut| cut.arrives_late()) {
@@ -294,12 +354,12 @@ async fn effect(request: EffectRequest, expires_after: Option<Duration>) -> Resu
     }
     let now = world.happen(&request, false);
     if matches!(cut, Some(Cut::Crash)) {
-        world.narrate(&format!("worker {} is killed right after effect `{name}`", worker.number()));
+        world.narrate(&format!("worker {} is killed right after {subject}", worker.number()));
         worker.die();
     }
-    worker.travel(|| format!("after effect `{name}`")).await;
+    worker.travel(|| format!("after {subject}")).await;
     if matches!(cut, Some(Cut::AnswerLost)) {
-        world.narrate(&format!("the answer of effect `{name}` gets lost"));
+        world.narrate(&format!("the answer of {subject} gets lost"));
         return Err(NoAnswer(()));
     }
     Ok(now)
@@ -309,22 +369,22 @@ async fn effect(request: EffectRequest, expires_after: Option<Duration>) -> Resu
 /// resumes, even if the body was dropped meanwhile.
 async fn stopped_effect(request: EffectRequest, expires_after: Option<Duration>) -> Result<bool, NoAnswer> {
     let (answer, answered) = oneshot::channel();
-    let (worker, name) = (request.worker.clone(), request.name.clone());
+    let (worker, subject) = (request.worker.clone(), request.to_string());
     let world = &worker.0.world;
     let sent_at = world.clock.now();
     world.clock.spawn(Box::pin(async move {
-        let EffectRequest { worker, name, .. } = &request;
+        let (worker, subject) = (&request.worker, request.to_string());
         worker.running().await;
         let world = &worker.0.world;
         if expires_after.is_some_and(|limit| world.clock.now() >= sent_at.saturating_add(limit)) {
-            world.narrate(&format!("the request for effect `{name}` arrives, and is refused: it has expired"));
+            world.narrate(&format!("the request for {subject} arrives, and is refused: it has expired"));
             return;
         }
         let _ = answer.send(world.happen(&request, true));
     }));
-    lock(&world.state).place = Some(format!("while the request for effect `{name}` is on its way"));
+    lock(&world.state).place = Some(format!("while the request for {subject} is on its way"));
     let now = answered.await.map_err(|_| NoAnswer(()))?;
-    worker.travel(|| format!("after effect `{name}`")).await;
+    worker.travel(|| format!("after {subject}")).await;
     Ok(now)
 }
 
@@ -332,7 +392,7 @@ async fn stopped_effect(request: EffectRequest, expires_after: Option<Duration>)
 /// possible: after the effect was repeated or asked for ([`Scenario::arrives_after_question`]), or just before the
 /// request expires, or after the last delivery.
 async fn late_effect(request: EffectRequest, cut: Cut, expires_after: Option<Duration>) -> Result<bool, NoAnswer> {
-    let (worker, name) = (request.worker.clone(), request.name.clone());
+    let (worker, subject) = (request.worker.clone(), request.to_string());
     let world = Arc::clone(&worker.0.world);
     lock(&world.state).late = Some(request);
     if let Some(limit) = expires_after {
@@ -344,11 +404,11 @@ async fn late_effect(request: EffectRequest, cut: Cut, expires_after: Option<Dur
     }
     if cut == Cut::CrashLate {
         let number = worker.number();
-        world.narrate(&format!("worker {number} is killed while the request for effect `{name}` is on its way"));
+        world.narrate(&format!("worker {number} is killed while the request for {subject} is on its way"));
         worker.die();
     }
-    worker.travel(|| format!("while the request for effect `{name}` is on its way")).await;
-    world.narrate(&format!("effect `{name}` gets no answer while its request is on its way"));
+    worker.travel(|| format!("while the request for {subject} is on its way")).await;
+    world.narrate(&format!("{subject} gets no answer while its request is on its way"));
     Err(NoAnswer(()))
 }
 
@@ -527,6 +587,8 @@ pub(super) struct WorldState {
     asking: HashSet<(Key, u32)>,
     /// Number of attempts that have found an effect in doubt: of their operation, or of one of its steps.
     doubts: usize,
+    /// Messages that have arrived at the broker, by their ids.
+    pub(super) messages: BTreeMap<String, OutgoingMessage>,
     /// Journals in the store. The keys are those of all operations.
     journals: BTreeMap<Key, Vec<JournalEntry>>,
     /// Values of the steps that have ended.
@@ -553,10 +615,10 @@ impl World {
             state.workers += 1;
             state.workers
         };
-        Worker(Arc::new(Process {
+        Worker(Arc::new_cyclic(|this| Process {
             number,
             world: Arc::clone(self),
-            memory: self.memory.peer(),
+            memory: self.memory.peer().with_sender(SimulatedSender(WeakWorker(Weak::clone(this)))),
             health: Mutex::new(Health::Running),
             changed: Notify::new(),
         }))
@@ -635,14 +697,14 @@ impl World {
         worker: &Worker,
         point: impl FnOnce(usize) -> Point,
         calls: impl FnOnce(&mut WorldState) -> &mut Vec<String>,
-        name: &str,
+        name: impl Into<String>,
     ) -> Option<Cut> {
         if worker.number() != 1 {
             return None;
         }
         let mut state = lock(&self.state);
         let calls = calls(&mut state);
-        calls.push(name.to_owned());
+        calls.push(name.into());
         let cut = (self.scenario.point == point(calls.len())).then_some(self.scenario.cut);
         state.cut |= cut.is_some();
         cut
@@ -652,7 +714,7 @@ impl World {
     fn arrive(&self, is_due: impl FnOnce(&EffectRequest) -> bool) {
         let late = lock(&self.state).late.take_if(|late| is_due(late));
         if let Some(late) = late {
-            self.narrate(&format!("the request for effect `{}`, which was on its way, arrives", late.name));
+            self.narrate(&format!("the request for {late}, which was on its way, arrives"));
             self.happen(&late, true);
         }
     }
@@ -663,7 +725,12 @@ impl World {
     }
 
     fn happen(&self, request: &EffectRequest, arrived_late: bool) -> bool {
-        let EffectRequest { worker, name, key, by: requester } = request;
+        let EffectRequest { worker, name, key, by: requester, message } = request;
+        if let Some(message) = message {
+            self.receive(worker, message);
+            self.arrive(|late| late.message.as_ref().is_some_and(|late| late.id() == message.id()));
+            return true;
+        }
         let known = {
             let state = lock(&self.state);
             key.as_ref()
@@ -690,9 +757,20 @@ impl World {
         let effect = PastEffect { name: name.clone(), key: key.clone(), by: requester.clone(), arrived_late };
         lock(&self.state).effects.push(effect);
         if !self.scenario.arrives_after_question() {
-            self.arrive(|late| late.name == request.name);
+            self.arrive(|late| late.message.is_none() && late.name == request.name);
         }
         true
+    }
+
+    /// Lets a message arrive at the broker, which counts messages by their ids.
+    fn receive(&self, worker: &Worker, message: &OutgoingMessage) {
+        let (id, destination) = (message.id(), message.destination());
+        let known = lock(&self.state).messages.insert(id.to_owned(), message.clone());
+        let again = if known.is_some() { "arrives again, with its id" } else { "arrives" };
+        self.narrate(&format!("message {id} for `{destination}` {again} (worker {})", worker.number()));
+        if known.is_some_and(|known| known != *message) {
+            lock(&self.state).problems.push(Problem::MessageIdShared { destination: destination.to_owned() });
+        }
     }
 
     /// Returns the part of the handler that is being polled.
