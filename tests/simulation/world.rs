@@ -118,7 +118,7 @@ const PARTS: u64 = 0x7061_7274;
 /// Like [`DECIDERS`], for the dice of steps under `fail` and of steps with a reconciler.
 const GUARDS: u64 = 0x6775_6172;
 /// Like [`DECIDERS`], for the dice of messages, senders and brokers.
-const MESSAGES: u64 = 0x6d61_696c;
+const MESSAGES: u64 = 0x706f_7374;
 /// Largest number of steps of a body.
 pub(crate) const STEPS: usize = 3;
 
