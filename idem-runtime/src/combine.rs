@@ -4,6 +4,17 @@ use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::task::Poll;
 
+/// A future in a box, without its type.
+pub(crate) type Erased<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// Boxes the future of a rare step and hides its type.
+///
+/// The type must be hidden: for each handler the compiler proves that its future is `Send`, and would go through the
+/// futures of all rare steps of a call each time.
+pub(crate) fn erased<'a, T>(future: impl Future<Output = T> + Send + 'a) -> Erased<'a, T> {
+    Box::pin(future)
+}
+
 /// Returns the output of `future` if it is ready by its second poll, which follows the first poll immediately. Most
 /// futures are ready by their second poll and need no timer: hyper, for example, reads the body of a request after the
 /// first poll.

@@ -18,7 +18,7 @@ use serde::de::DeserializeOwned;
 
 use crate::codec::Codec;
 use crate::engine::reconciliation::settle;
-use crate::engine::{ErrorRule, Reconciliation, RecordResults, RecordValues, Recorder};
+use crate::engine::{ErrorRule, Reconciliation, RecordResults, RecordValues, Recorder, Run, typed_call};
 use crate::error::Error;
 use crate::key::{Key, KeyBuilder, KeyError, KeyPart, is_scope};
 use crate::policy::{OnError, RecoveryPolicy};
@@ -570,7 +570,7 @@ pub struct ProtectedCall<O, T, E, R> {
 
 impl<T, E: From<Error>, R: Recorder<T, E>> ProtectedCall<Operation, T, E, R> {
     pub fn run<B: Future<Output = Result<T, E>>>(self, body: B) -> impl Future<Output = Result<T, E>> {
-        self.operation.recorded_by(self.handler.recorder).run(body)
+        Run { body: Some(body), call: typed_call(self.operation, self.handler.recorder) }
     }
 }
 

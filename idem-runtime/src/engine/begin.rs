@@ -15,7 +15,7 @@ use super::poll_notes::waits;
 use super::replay::Replay;
 use super::turns::Turn;
 use crate::clock::{Clock, Instant};
-use crate::combine::race;
+use crate::combine::{erased, race};
 use crate::error::{Error, Mismatch, UnsentReason};
 use crate::key::{Key, KeyError, KeyProblem};
 use crate::metrics::StoreOp;
@@ -87,7 +87,7 @@ pub(super) fn begin(subject: Subject) -> impl Future<Output = BeginResult> {
             (Some((turns, item)), Ok(key)) if mode == Mode::Enforce => {
                 let limit = || store.context().clock().sleep(policy.timeout.saturating_add(policy.lease));
                 // Boxed: most calls are not in a batch, but would carry its size inline.
-                Box::pin(turns.enter(key, item, limit)).await
+                erased(turns.enter(key, item, limit)).await
             }
             _ => (None, false),
         };
@@ -191,7 +191,7 @@ async fn admit(subject: &Subject, mode: Mode) -> BeginResult {
         request.waited = true;
         waits();
         // Boxed: most calls don't wait, but would carry its size inline.
-        if let Some(start) = Box::pin(request.wait(running)).await {
+        if let Some(start) = erased(request.wait(running)).await {
             let waited = request.since(request.met_at);
             return BeginResult { start: *start, waited, at_once: request.at_once, turn: None };
         }
@@ -372,7 +372,7 @@ impl<'a> Request<'a> {
             if let Some(unready) = self.unready(&answer, since) {
                 self.at_once = false;
                 // Boxed: most leases are ready, and every call would carry the size of `prepare` inline.
-                match Box::pin(prepare(self, unready)).await {
+                match erased(prepare(self, unready)).await {
                     Ok(PreparedLease::Since(since)) => {
                         asked_at = since;
                         if let Ok(Reservation::Granted { lease, .. }) = &mut answer {
@@ -408,10 +408,10 @@ impl<'a> Request<'a> {
         // Boxed: the two kinds of answers are rare, and every call would carry the size of their futures inline.
         match unsettled {
             OpenAnswer::Mismatch(attempt) => {
-                NextStep::Decided(Start::Refused(Box::pin(mismatch(self.store(), &self.reserve, attempt)).await))
+                NextStep::Decided(Start::Refused(erased(mismatch(self.store(), &self.reserve, attempt)).await))
             }
-            OpenAnswer::EndsLate(attempt) => Box::pin(self.await_end(attempt)).await,
-            OpenAnswer::Unsent(attempt) => Box::pin(self.send_unsent(attempt)).await,
+            OpenAnswer::EndsLate(attempt) => erased(self.await_end(attempt)).await,
+            OpenAnswer::Unsent(attempt) => erased(self.send_unsent(attempt)).await,
         }
     }
 

@@ -51,46 +51,69 @@ where
     E: From<Error>,
     B: Future<Output = Result<T, E>>,
 {
-    let migrates = matches!(subject.policy.on_undecodable, OnUndecodable::Migrate(_));
-    let slot = ResultSlot { recorder, result: None, is_recorded: false, migrates };
-    Run { handler: Handler { body: Some(body), slot }, protocol: protocol(subject) }
+    Run { body: Some(body), call: typed(subject, recorder) }
 }
 
-pin_project! {
-    struct Handler<B, R, T, E> {
-        #[pin]
-        body: Option<B>,
-        slot: ResultSlot<R, T, E>,
-    }
+/// Makes a call without its body.
+#[inline]
+pub(super) fn typed<R, T, E>(subject: Subject, recorder: R) -> TypedCall<impl Protocol, R, T, E> {
+    let migrates = matches!(subject.policy.on_undecodable, OnUndecodable::Migrate(_));
+    let slot = ResultSlot { recorder, result: None, is_recorded: false, migrates };
+    TypedCall { slot, protocol: protocol(subject) }
+}
+
+/// Body of a call, without its own type. Dropped as soon as it has ended.
+trait Body<T, E> {
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<T, E>>;
+
+    fn clear(self: Pin<&mut Self>);
 }
 
 // The compiler makes a copy of this `impl` for each handler: keep it minimal.
-impl<B, R, T, E> Work for Handler<B, R, T, E>
-where
-    B: Future<Output = Result<T, E>>,
-    R: Recorder<T, E>,
-    E: From<Error>,
-{
-    fn poll_body(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<bool> {
-        let this = self.project();
-        let result = ready!(this.body.as_pin_mut().expect("present until it has ended").poll(cx));
-        Poll::Ready(this.slot.keep(result))
+impl<T, E, B: Future<Output = Result<T, E>>> Body<T, E> for Option<B> {
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<T, E>> {
+        match self.as_pin_mut() {
+            Some(body) => body.poll(cx),
+            None => ended(),
+        }
     }
 
-    fn record(self: Pin<&mut Self>, max_result_bytes: usize) -> AttemptEnd {
-        self.project().slot.record(max_result_bytes)
+    fn clear(mut self: Pin<&mut Self>) {
+        self.set(None);
+    }
+}
+
+#[cold]
+fn ended() -> ! {
+    unreachable!("the body is present until it has ended")
+}
+
+/// Body and result of a call. Handlers with the same types share this code.
+struct BodyAndSlot<'a, R, T, E> {
+    body: Pin<&'a mut (dyn Body<T, E> + 'a)>,
+    slot: &'a mut ResultSlot<R, T, E>,
+}
+
+impl<R: Recorder<T, E>, T, E: From<Error>> Work for BodyAndSlot<'_, R, T, E> {
+    fn poll_body(&mut self, cx: &mut Context<'_>) -> Poll<bool> {
+        let result = ready!(self.body.as_mut().poll(cx));
+        Poll::Ready(self.slot.keep(result))
     }
 
-    fn drop_body(self: Pin<&mut Self>) {
-        self.project().body.set(None);
+    fn record(&mut self, max_result_bytes: usize) -> AttemptEnd {
+        self.slot.record(max_result_bytes)
     }
 
-    fn replay(self: Pin<&mut Self>, state: &State, on_undecodable: OnUndecodable) -> Result<bool, ResultProblem> {
-        self.project().slot.replay(state, on_undecodable)
+    fn drop_body(&mut self) {
+        self.body.as_mut().clear();
     }
 
-    fn refuse(self: Pin<&mut Self>, error: Error) {
-        self.project().slot.refuse(error);
+    fn replay(&mut self, state: &State, on_undecodable: OnUndecodable) -> Result<bool, ResultProblem> {
+        self.slot.replay(state, on_undecodable)
+    }
+
+    fn refuse(&mut self, error: Error) {
+        self.slot.refuse(error);
     }
 }
 
@@ -165,20 +188,21 @@ fn differs(error: &RoundTripError) -> ! {
 pin_project! {
     /// Future of one call. The order of the fields is the order of their drops: first the values of the body, whose
     /// drops may undo effects, then the protocol, which frees the key for another body.
-    struct Run<P: Protocol, B, R, T, E> {
+    pub(crate) struct Run<P: Protocol, B, R, T, E> {
         #[pin]
-        handler: Handler<B, R, T, E>,
+        pub(crate) body: Option<B>,
         #[pin]
-        protocol: P,
+        pub(crate) call: TypedCall<P, R, T, E>,
     }
 
     impl<P: Protocol, B, R, T, E> PinnedDrop for Run<P, B, R, T, E> {
         fn drop(this: Pin<&mut Self>) {
-            this.project().protocol.drops_values();
+            this.project().call.drops_values();
         }
     }
 }
 
+// The compiler makes a copy of this `impl` for each handler: keep it minimal.
 impl<P, B, R, T, E> Future for Run<P, B, R, T, E>
 where
     P: Protocol,
@@ -189,25 +213,48 @@ where
     type Output = Result<T, E>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut this = self.project();
-        ready!(this.protocol.poll(this.handler.as_mut(), cx));
-        let slot = this.handler.project().slot;
+        let this = self.project();
+        this.call.poll(this.body, cx)
+    }
+}
+
+pin_project! {
+    /// A call without its body. Handlers with the same types share this code.
+    pub(crate) struct TypedCall<P, R, T, E> {
+        slot: ResultSlot<R, T, E>,
+        #[pin]
+        protocol: P,
+    }
+}
+
+impl<P: Protocol, R, T, E> TypedCall<P, R, T, E> {
+    fn drops_values(self: Pin<&mut Self>) {
+        self.project().protocol.drops_values();
+    }
+
+    fn poll(self: Pin<&mut Self>, body: Pin<&mut dyn Body<T, E>>, cx: &mut Context<'_>) -> Poll<Result<T, E>>
+    where
+        R: Recorder<T, E>,
+        E: From<Error>,
+    {
+        let this = self.project();
+        let mut work = BodyAndSlot { body, slot: this.slot };
+        ready!(this.protocol.poll(&mut work, cx));
         if COMPARES {
-            slot.compare();
+            work.slot.compare();
         }
-        Poll::Ready(slot.take())
+        Poll::Ready(work.slot.take())
     }
 }
 
 /// Drives a [`Work`] until the call has its result.
-trait Protocol {
-    fn poll(self: Pin<&mut Self>, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<()>;
+pub(crate) trait Protocol {
+    fn poll(self: Pin<&mut Self>, work: &mut dyn Work, cx: &mut Context<'_>) -> Poll<()>;
 
     /// Keeps the lease alive while the call is dropped. The drop of the call begins with the drop of the body's values.
     fn drops_values(self: Pin<&mut Self>);
 }
 
-#[inline]
 fn protocol(subject: Subject) -> impl Protocol {
     let (max_result_bytes, on_uncertain) = (subject.policy.result_limit(), subject.policy.on_uncertain);
     let commit = if subject.store.context().renews() { Commit::Done } else { Commit::Pending };
@@ -220,21 +267,39 @@ fn protocol(subject: Subject) -> impl Protocol {
         seat: None,
         max_result_bytes,
         on_uncertain,
-        end,
+        code: &CallCode { poll: poll_call, drops_values, end },
         turn: None,
         telemetry,
     }
 }
 
+/// Functions of a call. A call reaches them by a pointer, so that they are compiled with this crate: functions that are
+/// only named by a generic type are compiled again with each crate of handlers.
+struct CallCode<A: 'static, C: 'static> {
+    poll: fn(Pin<&mut Call<A, C>>, &mut dyn Work, &mut Context<'_>) -> Poll<()>,
+    drops_values: fn(Pin<&mut Call<A, C>>),
+    end: fn(EndingAttempt) -> C,
+}
+
+impl<A: 'static, C: 'static> Protocol for Call<A, C> {
+    fn poll(self: Pin<&mut Self>, work: &mut dyn Work, cx: &mut Context<'_>) -> Poll<()> {
+        (self.code.poll)(self, work, cx)
+    }
+
+    fn drops_values(self: Pin<&mut Self>) {
+        (self.code.drops_values)(self);
+    }
+}
+
 pin_project! {
-    struct Call<A, C> {
+    struct Call<A: 'static, C: 'static> {
         #[pin]
         phase: Phase<A, C>,
         seen: ObservedCall,
         seat: Seat,
         max_result_bytes: usize,
         on_uncertain: Option<fn(Uncertain<'_>)>,
-        end: fn(EndingAttempt) -> C,
+        code: &'static CallCode<A, C>,
         // Dropped after the phase, so that the next item of the batch finds the key free.
         turn: Option<Arc<Turn>>,
         // Dropped last, because its drop reports the end of the call.
@@ -272,128 +337,126 @@ pin_project! {
     }
 }
 
-impl<A, C> Protocol for Call<A, C>
+/// Polls a call.
+fn poll_call<A, C>(call: Pin<&mut Call<A, C>>, work: &mut dyn Work, cx: &mut Context<'_>) -> Poll<()>
 where
-    A: Future<Output = BeginResult>,
-    C: Future<Output = Result<RecordContent, Error>>,
+    A: Future<Output = BeginResult> + 'static,
+    C: Future<Output = Result<RecordContent, Error>> + 'static,
 {
-    fn poll(self: Pin<&mut Self>, mut work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<()> {
-        let mut this = self.project();
-        let Telemetry { span, facts } = this.telemetry;
-        let span = span.as_deref();
-        let _entered = span.map(Span::enter);
-        loop {
-            match this.phase.as_mut().project() {
-                PhaseProjection::Begin { begin } => {
-                    // A call begins with its first poll. A call that is never polled is not counted.
-                    if this.seen.progress == Progress::None {
-                        this.seen.progress = Progress::Reserving;
-                        facts.begins();
-                        report(this.seat, || this.seen.clone());
-                    }
-                    let BeginResult { mut start, waited, at_once, turn } = ready!(begin.poll(cx));
-                    *this.turn = turn;
-                    this.seen.waited = waited.is_some();
-                    if let Some(waited) = waited {
-                        facts.waited(span, waited);
-                    }
-                    // The body runs, or the call ends with a replay or an error.
-                    if !enters(&mut start, this.seen, *this.seat, facts, span, work.as_mut(), *this.on_uncertain) {
-                        break;
-                    }
-                    this.seen.progress = Progress::Running;
+    let mut this = call.project();
+    let Telemetry { span, facts } = this.telemetry;
+    let span = span.as_deref();
+    let _entered = span.map(Span::enter);
+    loop {
+        match this.phase.as_mut().project() {
+            PhaseProjection::Begin { begin } => {
+                // A call begins with its first poll. A call that is never polled is not counted.
+                if this.seen.progress == Progress::None {
+                    this.seen.progress = Progress::Reserving;
+                    facts.begins();
                     report(this.seat, || this.seen.clone());
-                    // If the store answered immediately, the time of the reservation saves a second reading of the
-                    // clock.
-                    facts.body_begins(match &start {
-                        Start::Reserved(held) if at_once => Some(held.attempt().reserved_at),
-                        _ => None,
-                    });
-                    this.phase.set(match start {
-                        Start::Reserved(held) => Phase::Body { held: Some(held) },
-                        Start::Unprotected { attempt, .. } => Phase::Unprotected { attempt, notes: PollNotes::NEW },
-                        Start::Replay(_) | Start::Refused(_) => unreachable!("the call has ended"),
-                    });
                 }
-                PhaseProjection::Unprotected { attempt, notes } => {
-                    let is_ok = ready!(polling(facts, || poll_as(attempt, notes, work.as_mut(), cx)));
-                    // A refused call in the body may have caused this error, so an enclosing body must not record the
-                    // error either.
-                    if notes.refused && !is_ok {
-                        note_refusal();
-                    }
-                    facts.body_ended(None);
-                    this.seen.again = attempt.as_ref().map(|attempt| attempt.pause_unprotected(is_ok));
-                    this.seen.progress = Progress::Returned { is_ok, kept: RecordedPart::Nothing };
-                    match attempt.as_ref().and_then(|attempt| outbox::unrecorded(attempt, is_ok)) {
-                        Some(sending) => this.phase.set(Phase::Sending { sending }),
-                        None => break,
-                    }
+                let BeginResult { mut start, waited, at_once, turn } = ready!(begin.poll(cx));
+                *this.turn = turn;
+                this.seen.waited = waited.is_some();
+                if let Some(waited) = waited {
+                    facts.waited(span, waited);
                 }
-                PhaseProjection::Sending { sending } => {
-                    if let Err(error) = ready!(sending.as_mut().poll(cx)) {
-                        facts.refused(span, &error);
-                        refuse(this.seen, work.as_mut(), error, *this.on_uncertain);
-                    }
+                // The body runs, or the call ends with a replay or an error.
+                if !enters(&mut start, this.seen, *this.seat, facts, span, work, *this.on_uncertain) {
                     break;
                 }
-                PhaseProjection::Body { held } => {
-                    let running = held.as_mut().expect("taken at the end only");
-                    let ended = ready!(polling(facts, || running.poll_body(work.as_mut(), cx)));
-                    facts.body_ended(Some(running.attempt().lease.duration));
-                    // If the body has no result, the call returns an error, and the drop of `held` ends the attempt.
-                    let is_ok = match running.end_of(ended) {
-                        Ok(is_ok) => is_ok,
-                        Err(error) => {
-                            let _held = held.take();
-                            work.as_mut().drop_body();
-                            facts.refused(span, &error);
-                            refuse(this.seen, work.as_mut(), error, *this.on_uncertain);
-                            break;
-                        }
-                    };
-                    if this.seen.commit == Commit::Pending {
-                        // A rollback undoes the attempt too, so the number of the attempt can't grow with the failures.
-                        // The store handle counts the failures instead.
-                        this.seen.again = this.seen.again.max(Some(running.attempt().pause_unprotected(is_ok)));
-                    }
-                    let steps = running.steps_after_error(is_ok);
-                    let doubt = note_return(this.seen, running.doubt(), steps.ask_again);
-                    report(this.seat, || this.seen.clone());
-                    let mut ending = held.take().expect("polled just now").ending();
-                    ending.unencoded(is_ok);
-                    this.seen.reported =
-                        end_of(&mut ending, (is_ok, doubt, steps), work.as_mut(), *this.max_result_bytes);
-                    facts.reports_doubt(this.seen.reported);
-                    // The body is dropped before the write: its variables may be large, or hold locks or permits that
-                    // other tasks need.
-                    work.as_mut().drop_body();
-                    let enforced = ending.held.enforced;
-                    this.phase.set(Phase::End { end: (this.end)(ending), is_ok, enforced, doubt });
+                this.seen.progress = Progress::Running;
+                report(this.seat, || this.seen.clone());
+                // If the store answered immediately, the time of the reservation saves a second reading of the
+                // clock.
+                facts.body_begins(match &start {
+                    Start::Reserved(held) if at_once => Some(held.attempt().reserved_at),
+                    _ => None,
+                });
+                this.phase.set(match start {
+                    Start::Reserved(held) => Phase::Body { held: Some(held) },
+                    Start::Unprotected { attempt, .. } => Phase::Unprotected { attempt, notes: PollNotes::NEW },
+                    Start::Replay(_) | Start::Refused(_) => unreachable!("the call has ended"),
+                });
+            }
+            PhaseProjection::Unprotected { attempt, notes } => {
+                let is_ok = ready!(polling(facts, || poll_as(attempt, notes, work, cx)));
+                // A refused call in the body may have caused this error, so an enclosing body must not record the
+                // error either.
+                if notes.refused && !is_ok {
+                    note_refusal();
                 }
-                PhaseProjection::End { end, is_ok, enforced, doubt } => {
-                    let (ended, enforced) = (ready!(end.poll(cx)), *enforced);
-                    if let Err(error) = note_end(this.seen, facts, span, ended, (*is_ok, enforced, *doubt)) {
-                        facts.refused(span, &error);
-                        refuse(this.seen, work.as_mut(), error, *this.on_uncertain);
-                    }
-                    break;
+                facts.body_ended(None);
+                this.seen.again = attempt.as_ref().map(|attempt| attempt.pause_unprotected(is_ok));
+                this.seen.progress = Progress::Returned { is_ok, kept: RecordedPart::Nothing };
+                match attempt.as_ref().and_then(|attempt| outbox::unrecorded(attempt, is_ok)) {
+                    Some(sending) => this.phase.set(Phase::Sending { sending }),
+                    None => break,
                 }
             }
+            PhaseProjection::Sending { sending } => {
+                if let Err(error) = ready!(sending.as_mut().poll(cx)) {
+                    facts.refused(span, &error);
+                    refuse(this.seen, work, error, *this.on_uncertain);
+                }
+                break;
+            }
+            PhaseProjection::Body { held } => {
+                let running = held.as_mut().expect("taken at the end only");
+                let ended = ready!(polling(facts, || running.poll_body(work, cx)));
+                facts.body_ended(Some(running.attempt().lease.duration));
+                // If the body has no result, the call returns an error, and the drop of `held` ends the attempt.
+                let is_ok = match running.end_of(ended) {
+                    Ok(is_ok) => is_ok,
+                    Err(error) => {
+                        let _held = held.take();
+                        work.drop_body();
+                        facts.refused(span, &error);
+                        refuse(this.seen, work, error, *this.on_uncertain);
+                        break;
+                    }
+                };
+                if this.seen.commit == Commit::Pending {
+                    // A rollback undoes the attempt too, so the number of the attempt can't grow with the failures.
+                    // The store handle counts the failures instead.
+                    this.seen.again = this.seen.again.max(Some(running.attempt().pause_unprotected(is_ok)));
+                }
+                let steps = running.steps_after_error(is_ok);
+                let doubt = note_return(this.seen, running.doubt(), steps.ask_again);
+                report(this.seat, || this.seen.clone());
+                let mut ending = held.take().expect("polled just now").ending();
+                ending.unencoded(is_ok);
+                this.seen.reported = end_of(&mut ending, (is_ok, doubt, steps), work, *this.max_result_bytes);
+                facts.reports_doubt(this.seen.reported);
+                // The body is dropped before the write: its variables may be large, or hold locks or permits that
+                // other tasks need.
+                work.drop_body();
+                let enforced = ending.held.enforced;
+                this.phase.set(Phase::End { end: (this.code.end)(ending), is_ok, enforced, doubt });
+            }
+            PhaseProjection::End { end, is_ok, enforced, doubt } => {
+                let (ended, enforced) = (ready!(end.poll(cx)), *enforced);
+                if let Err(error) = note_end(this.seen, facts, span, ended, (*is_ok, enforced, *doubt)) {
+                    facts.refused(span, &error);
+                    refuse(this.seen, work, error, *this.on_uncertain);
+                }
+                break;
+            }
         }
-        // The ended phase is not overwritten: an assignment would copy the full size of the enum, which holds the
-        // future of the store's write.
-        work.drop_body();
-        *this.turn = None;
-        facts.over(span, this.seen);
-        report(this.seat, || std::mem::replace(this.seen, ObservedCall::NEW));
-        Poll::Ready(())
     }
+    // The ended phase is not overwritten: an assignment would copy the full size of the enum, which holds the
+    // future of the store's write.
+    work.drop_body();
+    *this.turn = None;
+    facts.over(span, this.seen);
+    report(this.seat, || std::mem::replace(this.seen, ObservedCall::NEW));
+    Poll::Ready(())
+}
 
-    fn drops_values(self: Pin<&mut Self>) {
-        if let PhaseProjection::Body { held: Some(held) } = self.project().phase.project() {
-            held.drops_values();
-        }
+fn drops_values<A: 'static, C: 'static>(call: Pin<&mut Call<A, C>>) {
+    if let PhaseProjection::Body { held: Some(held) } = call.project().phase.project() {
+        held.drops_values();
     }
 }
 
@@ -405,7 +468,7 @@ fn enters(
     seat: Seat,
     facts: &mut Facts,
     span: Option<&Span>,
-    mut work: Pin<&mut dyn Work>,
+    work: &mut dyn Work,
     on_uncertain: Option<fn(Uncertain<'_>)>,
 ) -> bool {
     let error = match start {
@@ -428,7 +491,7 @@ fn enters(
             seen.again = Some(replay.pause());
             // The pause is reported before the decoding, because the decoding may panic.
             report_again(seat, seen.again);
-            match work.as_mut().replay(&replay.state, replay.on_undecodable) {
+            match work.replay(&replay.state, replay.on_undecodable) {
                 Ok(is_ok) => {
                     facts.replayed(span, replay, seen.waited);
                     seen.progress = Progress::Replayed { is_ok };
@@ -460,7 +523,7 @@ fn polling<T>(facts: &mut Facts, poll: impl FnOnce() -> T) -> T {
 fn end_of(
     ending: &mut EndingAttempt,
     (is_ok, doubt, steps): (bool, DoubtStage, AfterError),
-    work: Pin<&mut dyn Work>,
+    work: &mut dyn Work,
     max_result_bytes: usize,
 ) -> Option<ReportedDoubt> {
     let end = match doubt {
@@ -554,7 +617,7 @@ fn kept(content: RecordContent) -> RecordedPart {
     }
 }
 
-fn refuse(seen: &mut ObservedCall, work: Pin<&mut dyn Work>, error: Error, on_uncertain: Option<fn(Uncertain<'_>)>) {
+fn refuse(seen: &mut ObservedCall, work: &mut dyn Work, error: Error, on_uncertain: Option<fn(Uncertain<'_>)>) {
     seen.key = error.key().cloned();
     let facts = ErrorFacts::of(&error);
     if let Disposition::Retry { after } = facts.disposition {

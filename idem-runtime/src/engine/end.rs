@@ -7,6 +7,7 @@ use super::ending::{AttemptEnd, RecordContent};
 use super::held::{EndingAttempt, HeldAttempt};
 use super::late::{Tries, may_pass, outlasts_lease, write_again};
 use super::outbox;
+use crate::combine::erased;
 use crate::error::Error;
 use crate::key::Key;
 use crate::metrics::Dropped;
@@ -37,7 +38,7 @@ pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<Rec
         let ended = match written {
             Ok(written) => Ok(written),
             // Boxed: a repetition is rare, and every call would carry its size inline.
-            Err(error) => Box::pin(write_held_again(&mut attempt, error)).await,
+            Err(error) => erased(write_held_again(&mut attempt, error)).await,
         };
         let content = match (&ended, &attempt.ending) {
             (Ok(Verdict::Applied), Some(ending)) => content(attempt.held.attempt().key(), ending),
@@ -59,7 +60,7 @@ pub(super) fn end(mut attempt: EndingAttempt) -> impl Future<Output = Result<Rec
             drop(ended);
             // Boxed: most calls have no messages, and would carry its size inline.
             let replayable = matches!(content, RecordContent::Result { .. });
-            return Box::pin(outgoing.send(held, replayable)).await.map(|()| content);
+            return erased(outgoing.send(held, replayable)).await.map(|()| content);
         }
         let Attempt { store, lease, reserved_at, .. } = held.attempt();
         match ended {

@@ -1,6 +1,5 @@
 //! Attempts that hold their key while the body runs.
 
-use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -150,7 +149,7 @@ impl HeldAttempt {
 
     /// Polls the body as this attempt, if its lease is held. The lease is registered for heartbeats before the first
     /// poll, because that poll may block the thread.
-    pub(super) fn poll_body(&mut self, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<BodyExit> {
+    pub(super) fn poll_body(&mut self, work: &mut dyn Work, cx: &mut Context<'_>) -> Poll<BodyExit> {
         if self.body != BodyStage::New {
             match self.standing(cx) {
                 LeaseStanding::Lapsed => return Poll::Pending,
@@ -177,7 +176,7 @@ impl HeldAttempt {
         polled
     }
 
-    fn poll_as_attempt(&mut self, work: Pin<&mut dyn Work>, cx: &mut Context<'_>) -> Poll<BodyExit> {
+    fn poll_as_attempt(&mut self, work: &mut dyn Work, cx: &mut Context<'_>) -> Poll<BodyExit> {
         self.body = BodyStage::Polling;
         let polled = poll_as(&mut self.attempt, &mut self.notes, work, cx);
         self.body = BodyStage::Pending;
@@ -448,7 +447,7 @@ fn log_dropped(late: LateEndState, store: &'static str, lease: &Lease) {
 pub(super) fn poll_as(
     attempt: &mut Option<Attempt>,
     notes: &mut PollNotes,
-    work: Pin<&mut dyn Work>,
+    work: &mut dyn Work,
     cx: &mut Context<'_>,
 ) -> Poll<bool> {
     let mut nobody = None;

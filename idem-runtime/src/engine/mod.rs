@@ -43,6 +43,7 @@ pub use self::batch::{Batch, BatchItem, ItemFailure, ItemFailures, KafkaRecord, 
 pub use self::beat::{NoBeat, OnBeat, OnBeatLost};
 #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
 pub(crate) use self::budget::unreached;
+pub(crate) use self::call::{Protocol, Run, TypedCall};
 #[cfg(feature = "http")]
 pub(crate) use self::ending::AttemptEnd;
 pub use self::observe::{CatchPanics, Observe, observe};
@@ -136,6 +137,12 @@ impl Operation {
         let subject = Subject { store: store.handle(), key, policy, fingerprint: None };
         Self { subject, recorder: RecordValues::new(), place: () }
     }
+}
+
+/// Makes the call of `operation` without its body, for [`Run`].
+#[inline]
+pub(crate) fn typed_call<R, T, E>(operation: Operation, recorder: R) -> TypedCall<impl Protocol, R, T, E> {
+    call::typed(operation.subject, recorder)
 }
 
 impl<R, P> Operation<R, P> {
