@@ -368,11 +368,18 @@ impl<'a> Request<'a> {
             if unanswered {
                 self.unanswered_since = Some(asked_at);
             }
-            // Before the body begins, the granted lease may have to be renewed, or the record marked as begun.
-            if let Some(unready) = self.unready(&answer, since) {
+            // Before the body begins, the granted lease may have to be renewed, or the record marked as begun. Boxed: most
+            // leases are ready, and every call would carry the size of `prepare`, or of its argument, inline.
+            let prepared = {
+                let preparing = self.unready(&answer, since).map(|unready| erased(prepare(self, unready)));
+                match preparing {
+                    Some(preparing) => Some(preparing.await),
+                    None => None,
+                }
+            };
+            if let Some(prepared) = prepared {
                 self.at_once = false;
-                // Boxed: most leases are ready, and every call would carry the size of `prepare` inline.
-                match erased(prepare(self, unready)).await {
+                match prepared {
                     Ok(PreparedLease::Since(since)) => {
                         asked_at = since;
                         if let Ok(Reservation::Granted { lease, .. }) = &mut answer {
