@@ -199,8 +199,11 @@ impl Function {
         Some(Handler { output: Some(output), body, owned, this, frame: Some(frame) })
     }
 
+    /// Returns the names that the arguments bind, without references, whose drop does nothing.
     fn owned_arguments(&self) -> Vec<OwnedName> {
         let arguments = self.signature.inputs.iter().flat_map(|argument| match argument {
+            FnArg::Typed(argument) if matches!(*argument.ty, Type::Reference(_)) => Vec::new(),
+            FnArg::Receiver(receiver) if matches!(receiver.kind, ReceiverKind::Reference(..)) => Vec::new(),
             FnArg::Typed(argument) => owned(&argument.attrs, &argument.pat),
             FnArg::Receiver(receiver) => {
                 vec![OwnedName {

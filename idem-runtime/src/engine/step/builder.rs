@@ -12,7 +12,7 @@ use super::doubt::{Always, FailOnDoubt, Irreversible, Never, ReconcileOnDoubt, R
 use super::name::{Step, StepFacts, StepName};
 #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
 use super::run::CommittedStep;
-use super::run::{Retries, StepOptions, run};
+use super::run::{Retries, StepOptions, StepStart, is_uncertain, start};
 use crate::codec::{Codec, Json};
 use crate::engine::attempt::Attempt;
 use crate::engine::poll_notes::note_journaled;
@@ -270,9 +270,20 @@ impl<D, U, C> StepBuilder<D, U, C> {
         U: UncertainIf<E>,
         C: Codec,
     {
-        let mut body = Some(body);
-        let once = move |step| body.take().map(|body| body(step));
-        run::<C, _, _, _, _, _>(self.options, self.doubt, self.uncertain, Retries::NONE, once).await
+        let mut running = match start::<C, T, E, D>(self.options, self.doubt, Retries::NONE).await? {
+            StepStart::Runs(running) => running,
+            StepStart::Value(value) => return Ok(value),
+        };
+        // The result of the body is scoped, so that the future of the step holds it once.
+        let ending = {
+            let ended = running.limited(body(running.begins())).await;
+            let is_uncertain = is_uncertain(&ended, &self.uncertain);
+            running.ends::<C, T, E>(ended, is_uncertain)
+        };
+        match ending.await {
+            Some(ended) => ended,
+            None => Err(running.has_no_body().into()),
+        }
     }
 }
 
@@ -303,6 +314,19 @@ impl<D, U, C> RetriedStep<D, U, C> {
         C: Codec,
     {
         let StepBuilder { options, doubt, uncertain, .. } = self.step;
-        run::<C, _, _, _, _, _>(options, doubt, uncertain, self.retries, move |step| Some(body(step))).await
+        let mut running = match start::<C, T, E, D>(options, doubt, self.retries).await? {
+            StepStart::Runs(running) => running,
+            StepStart::Value(value) => return Ok(value),
+        };
+        loop {
+            let ending = {
+                let ended = running.limited(body(running.begins())).await;
+                let is_uncertain = is_uncertain(&ended, &uncertain);
+                running.ends::<C, T, E>(ended, is_uncertain)
+            };
+            if let Some(ended) = ending.await {
+                return ended;
+            }
+        }
     }
 }

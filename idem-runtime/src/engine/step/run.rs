@@ -6,13 +6,16 @@ use std::cell::RefCell;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
+use pin_project_lite::pin_project;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::doubt::{Reaction, StepDoubt, UncertainIf};
 use super::name::{Step, StepFacts, StepName};
+use crate::clock::Sleep;
 use crate::codec::Codec;
 #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
 use crate::codec::Json;
@@ -73,29 +76,43 @@ impl Retries {
     pub(super) const NONE: Self = Self { tries: 1, backoff: Backoff::DEFAULT };
 }
 
-/// Runs a step, or returns its journaled value. `body` returns `None` if it can't run again.
-pub(super) async fn run<C, T, E, D, U, Fut>(
-    options: Box<StepOptions>,
-    doubt: D,
-    uncertain: U,
+/// First decision about a step: its body has to run, or its value is known.
+pub(super) enum StepStart<T> {
+    Runs(RunningStep),
+    Value(T),
+}
+
+/// A step whose body runs. The fields are dropped in their order: the claim reports to the tally.
+pub(super) struct RunningStep {
+    claim: Claim,
+    tally: Tally,
+    step: Step,
+    timeout: Option<Duration>,
     retries: Retries,
-    mut body: impl FnMut(Step) -> Option<Fut>,
-) -> Result<T, E>
+    reaction: Reaction,
+    /// Number of bodies that have ended.
+    tried: u32,
+    is_doubted: bool,
+}
+
+/// Starts a step, or returns its journaled value, or the value that its reconciler supplies.
+///
+/// The functions of a step do not depend on its body, so that steps with the same types share their code.
+pub(super) async fn start<C, T, E, D>(options: Box<StepOptions>, doubt: D, retries: Retries) -> Result<StepStart<T>, E>
 where
     C: Codec,
     T: Serialize + DeserializeOwned,
     E: From<Error>,
     D: StepDoubt<T, E>,
-    U: UncertainIf<E>,
-    Fut: Future<Output = Result<T, E>>,
 {
     let StepOptions { step, inputs, timeout, on_undecodable } = *options;
     let step = Step(Arc::new(step));
     let mut tally = Tally::new(step.attempt());
     let mut claim = match begin(&step, &mut tally, inputs)? {
-        StepStart::Runs(claim) => claim,
-        StepStart::Ended { claim, attempt, value } => {
-            return Ok(replay::<C, T>(&step, &mut tally, claim, (attempt, value), on_undecodable).await?);
+        StepClaimed::Runs(claim) => claim,
+        StepClaimed::Ended { claim, attempt, value } => {
+            let value = replay::<C, T>(&step, &mut tally, claim, (attempt, value), on_undecodable).await?;
+            return Ok(StepStart::Value(value));
         }
     };
     claim.fails = D::REACTION == Reaction::Fail;
@@ -106,7 +123,8 @@ where
         let mut question = pin!(question);
         match inside(&step, poll_fn(|cx| D::poll_question(question.as_mut(), cx))).await {
             Ok(Reconciliation::Done(value)) => {
-                return claim.end::<C, T, E>(&step, &mut tally, value, StepOutcome::Reconciled).await;
+                let ended = claim.end::<C, T, E>(&step, &mut tally, value, StepOutcome::Reconciled).await;
+                return ended.map(StepStart::Value);
             }
             // The entry fences other attempts, which may have asked as well.
             Ok(Reconciliation::NotDone) => {
@@ -126,41 +144,133 @@ where
     } else if D::REACTION != Reaction::Rerun {
         claim.confirm_beginning(&step, &mut tally).await?;
     }
-    let mut tried = 0;
-    let mut is_doubted = claim.is_doubted();
-    loop {
-        claim.doubt(true);
-        let Some(running) = body(step.clone()) else {
-            return Err(failed(&step, &mut tally, StepProblem::AttemptEnded).into());
-        };
-        let error = match limited(&step, timeout, running).await {
-            Some(Ok(value)) => return claim.end::<C, T, E>(&step, &mut tally, value, StepOutcome::Ran).await,
+    let (reaction, is_doubted) = (D::REACTION, claim.is_doubted());
+    Ok(StepStart::Runs(RunningStep { claim, tally, step, timeout, retries, reaction, tried: 0, is_doubted }))
+}
+
+impl RunningStep {
+    /// Notes that a body begins. Returns the handle for the body.
+    pub(super) fn begins(&self) -> Step {
+        self.claim.doubt(true);
+        self.step.clone()
+    }
+
+    /// Makes the future of `body` as the body of this step. It returns `None` if the time limit passes before `body`
+    /// has returned.
+    pub(super) fn limited<F: Future>(&self, body: F) -> LimitedBody<'_, F> {
+        let sleep = self.timeout.map(|timeout| self.step.attempt().store.context().clock().sleep(timeout));
+        LimitedBody { step: &self.step, sleep, body }
+    }
+
+    /// Ends the step after its body has ended, or has run into its time limit (`None`). Returns `None` if the body runs
+    /// again.
+    pub(super) async fn ends<C, T, E>(
+        &mut self,
+        ended: Option<Result<T, E>>,
+        is_uncertain: bool,
+    ) -> Option<Result<T, E>>
+    where
+        C: Codec,
+        T: Serialize + DeserializeOwned,
+        E: From<Error>,
+    {
+        let error = match ended {
+            Some(Ok(value)) => {
+                return Some(self.claim.end::<C, T, E>(&self.step, &mut self.tally, value, StepOutcome::Ran).await);
+            }
             Some(Err(error)) => Some(error),
             None => None,
         };
-        tried += 1;
-        let is_uncertain = error.as_ref().is_none_or(|error| uncertain.is_uncertain(error));
-        is_doubted |= is_uncertain;
+        if self.runs_again(is_uncertain).await {
+            return None;
+        }
+        let error = error.unwrap_or_else(|| self.timed_out().into());
+        let leaves_doubt = self.leaves_doubt(is_uncertain);
+        self.tally.outcome = if leaves_doubt { StepOutcome::InDoubt } else { StepOutcome::Failed };
+        Some(Err(error))
+    }
+
+    /// Returns whether the body runs again after it has failed, as soon as it may. Otherwise journals what is known of
+    /// its effect.
+    async fn runs_again(&mut self, is_uncertain: bool) -> bool {
+        self.tried += 1;
+        self.is_doubted |= is_uncertain;
         // With a reaction, the beginning is journaled, and the step is in doubt until the journal says otherwise.
-        if D::REACTION == Reaction::Rerun && !is_doubted {
-            claim.doubt(false);
+        if self.reaction == Reaction::Rerun && !self.is_doubted {
+            self.claim.doubt(false);
         }
-        let leaves_doubt = D::REACTION != Reaction::Rerun && is_uncertain;
-        if !leaves_doubt && tried < retries.tries {
-            let pause = retries.backoff.after(tried, step.attempt().lease.owner.seed() ^ u64::from(tried));
-            step.attempt().store.context().clock().sleep(pause).await;
-            continue;
+        let leaves_doubt = self.leaves_doubt(is_uncertain);
+        if !leaves_doubt && self.tried < self.retries.tries {
+            let seed = self.step.attempt().lease.owner.seed() ^ u64::from(self.tried);
+            let pause = self.retries.backoff.after(self.tried, seed);
+            self.step.attempt().store.context().clock().sleep(pause).await;
+            return true;
         }
-        if D::REACTION != Reaction::Rerun && !leaves_doubt {
-            claim.undo(&step).await;
+        if self.reaction != Reaction::Rerun && !leaves_doubt {
+            self.claim.undo(&self.step).await;
         }
-        let error = error.unwrap_or_else(|| {
-            let problem =
-                StepProblem::TimedOut { timeout: timeout.unwrap_or_default(), retry_after: step.attempt().pause() };
-            failed(&step, &mut tally, problem).into()
-        });
-        tally.outcome = if leaves_doubt { StepOutcome::InDoubt } else { StepOutcome::Failed };
-        return Err(error);
+        false
+    }
+
+    fn leaves_doubt(&self, is_uncertain: bool) -> bool {
+        self.reaction != Reaction::Rerun && is_uncertain
+    }
+
+    fn timed_out(&mut self) -> Error {
+        let (timeout, retry_after) = (self.timeout.unwrap_or_default(), self.step.attempt().pause());
+        failed(&self.step, &mut self.tally, StepProblem::TimedOut { timeout, retry_after })
+    }
+
+    /// Returns the error of a step whose body can't run.
+    pub(super) fn has_no_body(&mut self) -> Error {
+        failed(&self.step, &mut self.tally, StepProblem::AttemptEnded)
+    }
+}
+
+/// Returns whether the effect of a body that has ended, or has run into its time limit (`None`), may have happened
+/// although the body returned no value.
+pub(super) fn is_uncertain<T, E>(ended: &Option<Result<T, E>>, uncertain: &impl UncertainIf<E>) -> bool {
+    match ended {
+        Some(Ok(_)) => false,
+        Some(Err(error)) => uncertain.is_uncertain(error),
+        None => true,
+    }
+}
+
+pin_project! {
+    /// Future of the body of a step; see [`RunningStep::limited`].
+    pub(super) struct LimitedBody<'a, F> {
+        step: &'a Step,
+        sleep: Option<Sleep>,
+        #[pin]
+        body: F,
+    }
+}
+
+// The compiler makes a copy of this `impl` for each step: keep it minimal.
+impl<F: Future> Future for LimitedBody<'_, F> {
+    type Output = Option<F::Output>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.project();
+        poll_limited(this.step, this.sleep, this.body, cx)
+    }
+}
+
+fn poll_limited<T>(
+    step: &Step,
+    sleep: &mut Option<Sleep>,
+    body: Pin<&mut dyn Future<Output = T>>,
+    cx: &mut Context<'_>,
+) -> Poll<Option<T>> {
+    let polled = {
+        let _inside = InsideStep::enter(Some(step));
+        body.poll(cx)
+    };
+    match (polled, sleep) {
+        (Poll::Ready(output), _) => Poll::Ready(Some(output)),
+        (Poll::Pending, Some(sleep)) => Pin::new(sleep).poll(cx).map(|()| None),
+        (Poll::Pending, None) => Poll::Pending,
     }
 }
 
@@ -181,12 +291,12 @@ impl CommittedStep {
         let step = Step(Arc::new(step));
         let mut tally = Tally::new(step.attempt());
         match begin(&step, &mut tally, inputs.clone())? {
-            StepStart::Runs(claim) => match claim.in_doubt_since() {
+            StepClaimed::Runs(claim) => match claim.in_doubt_since() {
                 // An earlier version of the handler has begun the step outside of a transaction.
                 Some(attempt) => Err(failed(&step, &mut tally, StepProblem::Interrupted { attempt })),
                 None => Ok(Err(Self { step, inputs, claim, tally })),
             },
-            StepStart::Ended { claim, attempt, value } => {
+            StepClaimed::Ended { claim, attempt, value } => {
                 replay::<Json, T>(&step, &mut tally, claim, (attempt, value), on_undecodable).await.map(Ok)
             }
         }
@@ -251,12 +361,6 @@ async fn replay<C: Codec, T: DeserializeOwned>(
         .map_err(|problem| failed(step, tally, StepProblem::ValueUnavailable { attempt, problem: Box::new(problem) }))
 }
 
-/// Runs `body` as the body of a step. Returns `None` if `timeout` passes before `body` has returned.
-async fn limited<F: Future>(step: &Step, timeout: Option<Duration>, body: F) -> Option<F::Output> {
-    let Some(timeout) = timeout else { return Some(inside(step, body).await) };
-    race(inside(step, body), step.attempt().store.context().clock().sleep(timeout)).await
-}
-
 /// Polls `body` as a part of a step: a step of the same attempt inside of `body` is refused.
 async fn inside<F: Future>(step: &Step, body: F) -> F::Output {
     let mut body = pin!(body);
@@ -310,8 +414,8 @@ impl Drop for Tally {
     }
 }
 
-/// First decision about a step.
-enum StepStart {
+/// A step whose name is taken.
+enum StepClaimed {
     /// The body has to run.
     Runs(Claim),
     /// The attempt `attempt` has journaled the step.
@@ -323,17 +427,17 @@ fn begin(
     step: &Step,
     tally: &mut Tally,
     inputs: Option<Result<Fingerprint, FingerprintError>>,
-) -> Result<StepStart, Error> {
+) -> Result<StepClaimed, Error> {
     let mut problem = |problem| Err(failed(step, tally, problem));
     if !step.attempt().is_protected() {
-        return Ok(StepStart::Runs(Claim::UNJOURNALED));
+        return Ok(StepClaimed::Runs(Claim::UNJOURNALED));
     }
     let context = step.attempt().store.context();
     let owner = step.attempt().lease.owner;
     let journal = match context.leases().journal(owner) {
         JournalAccess::On(journal) => journal,
         // Shadow mode changes no outcome.
-        JournalAccess::Off => return Ok(StepStart::Runs(Claim::UNJOURNALED)),
+        JournalAccess::Off => return Ok(StepClaimed::Runs(Claim::UNJOURNALED)),
         JournalAccess::Ended => return problem(StepProblem::AttemptEnded),
     };
     let inputs = match inputs.transpose() {
@@ -372,15 +476,15 @@ fn begin(
         fails: false,
     };
     match claimed {
-        StepClaim::Runs => Ok(StepStart::Runs(claim(ClaimStage::Taken))),
+        StepClaim::Runs => Ok(StepClaimed::Runs(claim(ClaimStage::Taken))),
         StepClaim::InDoubt(earlier) => {
             let (attempt, inputs) = (earlier.attempt, earlier.inputs);
             // If the inputs differ, the drop of the claim leaves the step in doubt.
             let claim = claim(ClaimStage::InDoubt(Box::new(earlier)));
-            other_inputs(attempt, inputs).map_or(Ok(StepStart::Runs(claim)), problem)
+            other_inputs(attempt, inputs).map_or(Ok(StepClaimed::Runs(claim)), problem)
         }
         StepClaim::Ended { attempt, inputs, value } => {
-            let ended = StepStart::Ended { claim: claim(ClaimStage::Taken), attempt, value };
+            let ended = StepClaimed::Ended { claim: claim(ClaimStage::Taken), attempt, value };
             other_inputs(attempt, inputs).map_or(Ok(ended), problem)
         }
         StepClaim::UsedTwice => problem(StepProblem::UsedTwice),
@@ -471,7 +575,7 @@ impl Claim {
 
     /// Journals the value of the step. From here on the entry leaves with the next write of the journal, if there is
     /// one, even if this future is dropped.
-    async fn end<C, T, E>(mut self, step: &Step, tally: &mut Tally, value: T, outcome: StepOutcome) -> Result<T, E>
+    async fn end<C, T, E>(&mut self, step: &Step, tally: &mut Tally, value: T, outcome: StepOutcome) -> Result<T, E>
     where
         C: Codec,
         T: Serialize + DeserializeOwned,
