@@ -1,9 +1,10 @@
-//! Instructions that a call takes, counted by callgrind and compared with the table in benches/README.md.
+//! Instructions that a call takes, counted by callgrind, and the code that is [generated] for each handler, compared with
+//! the tables in benches/README.md.
 //!
 //! A time differs from run to run by a third on these machines, a count of instructions by less than a percent. The
 //! program runs itself under `valgrind --tool=callgrind` with two numbers of calls; the difference is the cost of the
 //! calls between them. It fails if a count differs from the table by more than [`TOLERANCE`]; `IDEM_UPDATE=1` writes
-//! the table.
+//! the tables. The argument `generated` leaves out the instructions, and so needs no valgrind.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -16,6 +17,10 @@ use idem_runtime::record::Record;
 use idem_runtime::store::{Finish, Lease, Release, Reservation, ReserveRequest, StoreFuture, Verdict, forward};
 use idem_runtime::{Error, Key, MemoryStore, Operation, Policy, Reconciliation, Store, current, idempotent};
 
+mod generated;
+#[allow(dead_code, unreachable_pub, reason = "a module of the benches, which use all of it")]
+#[path = "../src/handlers.rs"]
+mod handlers;
 #[path = "../src/receipt.rs"]
 mod receipt;
 
@@ -189,27 +194,40 @@ fn expected(table: &str, name: &str) -> Option<f64> {
     row.split(" |").next()?.replace(' ', "").parse().ok()
 }
 
-/// Compares the counts with the table, and returns whether they agree.
-fn compare() -> bool {
+/// Returns whether a count is as near to the count in the table as it has to be.
+fn is_near(now: f64, was: f64) -> bool {
+    (now / was - 1.0).abs() * 100.0 <= TOLERANCE
+}
+
+/// Passes the table between two markers to `compare`, which returns whether the counts agree, and the new table. Writes
+/// the new table if they don't agree, and the user wants it. Returns whether the counts agree with the table then.
+fn replace_table([start, end]: [&str; 2], compare: impl FnOnce(&str) -> (bool, String)) -> bool {
     let text = fs::read_to_string(page()).expect("benches/README.md");
-    let (before, rest) = text.split_once(START).expect("the start of the table");
-    let (old, after) = rest.split_once(END).expect("the end of the table");
-    let mut table = "\n| call | instructions |\n|---|---|\n".to_owned();
-    let mut agrees = true;
-    println!("\n### Instructions\n\n| call | instructions | in the table |\n|---|---|---|");
-    for (name, _) in WORK {
-        let (now, was) = (counted(name), expected(old, name));
-        let is_near = was.is_some_and(|was| (now / was - 1.0).abs() * 100.0 <= TOLERANCE);
-        agrees &= is_near;
-        let was = was.map_or("none".to_owned(), |was| format!("{was:.0}"));
-        println!("| {name} | {now:.0} | {was}{} |", if is_near { "" } else { ", which differs" });
-        let _ = writeln!(table, "| {name} | {now:.0} |");
-    }
+    let (before, rest) = text.split_once(start).expect("the start of the table");
+    let (old, after) = rest.split_once(end).expect("the end of the table");
+    let (agrees, table) = compare(old);
     if !agrees && std::env::var_os("IDEM_UPDATE").is_some() {
-        fs::write(page(), [before, START, &table, END, after].concat()).expect("benches/README.md can be written");
+        fs::write(page(), [before, start, &table, end, after].concat()).expect("benches/README.md can be written");
         return true;
     }
     agrees
+}
+
+/// Compares the counts of instructions with the table, and returns whether they agree.
+fn compare() -> bool {
+    replace_table([START, END], |old| {
+        let (mut agrees, mut table) = (true, "\n| call | instructions |\n|---|---|\n".to_owned());
+        println!("\n### Instructions\n\n| call | instructions | in the table |\n|---|---|---|");
+        for (name, _) in WORK {
+            let (now, was) = (counted(name), expected(old, name));
+            let is_near = was.is_some_and(|was| is_near(now, was));
+            agrees &= is_near;
+            let was = was.map_or("none".to_owned(), |was| format!("{was:.0}"));
+            println!("| {name} | {now:.0} | {was}{} |", if is_near { "" } else { ", which differs" });
+            let _ = writeln!(table, "| {name} | {now:.0} |");
+        }
+        (agrees, table)
+    })
 }
 
 fn main() -> ExitCode {
@@ -222,7 +240,9 @@ fn main() -> ExitCode {
         runtime.block_on(calls(work, count.parse().expect("a number")));
         return ExitCode::SUCCESS;
     }
-    if compare() {
+    let only_generated = arguments.iter().any(|argument| argument == "generated");
+    let agrees = [generated::compare(), only_generated || compare()];
+    if agrees == [true; 2] {
         return ExitCode::SUCCESS;
     }
     eprintln!(

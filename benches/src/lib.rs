@@ -9,6 +9,7 @@
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
 
 pub mod by_hand;
+pub mod handlers;
 pub mod peer;
 mod receipt;
 
