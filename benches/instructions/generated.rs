@@ -1,5 +1,5 @@
-//! Code that the compiler generates for each handler, counted in LLVM's intermediate language and compared with the table
-//! in benches/README.md.
+//! Code that the compiler generates for each handler, counted in LLVM's intermediate language and compared with the
+//! table in benches/README.md.
 //!
 //! The time of a build depends on the machine and on what else it does; the number of lines does not. Two crates with
 //! different numbers of handlers are compiled; the difference is the code of the handlers between them, and the rest is
@@ -40,8 +40,8 @@ fn code(workspace: &Workspace, name: &str) -> Code {
         let entries = fs::read_dir(&deps).into_iter().flatten().filter_map(Result::ok);
         entries.map(|entry| entry.path()).filter(|path| is_code(path)).collect::<Vec<_>>()
     };
-    // The file of an earlier version of the runtime has another name. Cargo would not write a removed file again, so the
-    // source is touched.
+    // The file of an earlier version of the runtime has another name. Cargo would not write a removed file again, so
+    // the source is touched.
     for old in files() {
         fs::remove_file(old).expect("the target directory can be written to");
     }

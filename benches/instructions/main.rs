@@ -1,5 +1,5 @@
-//! Instructions that a call takes, counted by callgrind, and the code that is [generated] for each handler, compared with
-//! the tables in benches/README.md.
+//! Instructions that a call takes, counted by callgrind, and the code that is [generated] for each handler, compared
+//! with the tables in benches/README.md.
 //!
 //! A time differs from run to run by a third on these machines, a count of instructions by less than a percent. The
 //! program runs itself under `valgrind --tool=callgrind` with two numbers of calls; the difference is the cost of the

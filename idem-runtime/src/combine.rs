@@ -5,13 +5,13 @@ use std::pin::{Pin, pin};
 use std::task::Poll;
 
 /// A future in a box, without its type.
-pub(crate) type Erased<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+pub(crate) type DynFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
 /// Boxes the future of a rare step and hides its type.
 ///
 /// The type must be hidden: for each handler the compiler proves that its future is `Send`, and would go through the
 /// futures of all rare steps of a call each time.
-pub(crate) fn erased<'a, T>(future: impl Future<Output = T> + Send + 'a) -> Erased<'a, T> {
+pub(crate) fn erased<'a, T>(future: impl Future<Output = T> + Send + 'a) -> DynFuture<'a, T> {
     Box::pin(future)
 }
 

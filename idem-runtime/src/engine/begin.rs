@@ -368,8 +368,8 @@ impl<'a> Request<'a> {
             if unanswered {
                 self.unanswered_since = Some(asked_at);
             }
-            // Before the body begins, the granted lease may have to be renewed, or the record marked as begun. Boxed: most
-            // leases are ready, and every call would carry the size of `prepare`, or of its argument, inline.
+            // Before the body begins, the granted lease may have to be renewed, or the record marked as begun. Boxed:
+            // most leases are ready, and every call would carry the size of `prepare`, or of its argument, inline.
             let prepared = {
                 let preparing = self.unready(&answer, since).map(|unready| erased(prepare(self, unready)));
                 match preparing {

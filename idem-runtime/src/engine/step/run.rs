@@ -109,8 +109,8 @@ where
     let step = Step(Arc::new(step));
     let mut tally = Tally::new(step.attempt());
     let mut claim = match begin(&step, &mut tally, inputs)? {
-        StepClaimed::Runs(claim) => claim,
-        StepClaimed::Ended { claim, attempt, value } => {
+        ClaimedStep::Runs(claim) => claim,
+        ClaimedStep::Ended { claim, attempt, value } => {
             let value = replay::<C, T>(&step, &mut tally, claim, (attempt, value), on_undecodable).await?;
             return Ok(StepStart::Value(value));
         }
@@ -291,12 +291,12 @@ impl CommittedStep {
         let step = Step(Arc::new(step));
         let mut tally = Tally::new(step.attempt());
         match begin(&step, &mut tally, inputs.clone())? {
-            StepClaimed::Runs(claim) => match claim.in_doubt_since() {
+            ClaimedStep::Runs(claim) => match claim.in_doubt_since() {
                 // An earlier version of the handler has begun the step outside of a transaction.
                 Some(attempt) => Err(failed(&step, &mut tally, StepProblem::Interrupted { attempt })),
                 None => Ok(Err(Self { step, inputs, claim, tally })),
             },
-            StepClaimed::Ended { claim, attempt, value } => {
+            ClaimedStep::Ended { claim, attempt, value } => {
                 replay::<Json, T>(&step, &mut tally, claim, (attempt, value), on_undecodable).await.map(Ok)
             }
         }
@@ -415,7 +415,7 @@ impl Drop for Tally {
 }
 
 /// A step whose name is taken.
-enum StepClaimed {
+enum ClaimedStep {
     /// The body has to run.
     Runs(Claim),
     /// The attempt `attempt` has journaled the step.
@@ -427,17 +427,17 @@ fn begin(
     step: &Step,
     tally: &mut Tally,
     inputs: Option<Result<Fingerprint, FingerprintError>>,
-) -> Result<StepClaimed, Error> {
+) -> Result<ClaimedStep, Error> {
     let mut problem = |problem| Err(failed(step, tally, problem));
     if !step.attempt().is_protected() {
-        return Ok(StepClaimed::Runs(Claim::UNJOURNALED));
+        return Ok(ClaimedStep::Runs(Claim::UNJOURNALED));
     }
     let context = step.attempt().store.context();
     let owner = step.attempt().lease.owner;
     let journal = match context.leases().journal(owner) {
         JournalAccess::On(journal) => journal,
         // Shadow mode changes no outcome.
-        JournalAccess::Off => return Ok(StepClaimed::Runs(Claim::UNJOURNALED)),
+        JournalAccess::Off => return Ok(ClaimedStep::Runs(Claim::UNJOURNALED)),
         JournalAccess::Ended => return problem(StepProblem::AttemptEnded),
     };
     let inputs = match inputs.transpose() {
@@ -476,15 +476,15 @@ fn begin(
         fails: false,
     };
     match claimed {
-        StepClaim::Runs => Ok(StepClaimed::Runs(claim(ClaimStage::Taken))),
+        StepClaim::Runs => Ok(ClaimedStep::Runs(claim(ClaimStage::Taken))),
         StepClaim::InDoubt(earlier) => {
             let (attempt, inputs) = (earlier.attempt, earlier.inputs);
             // If the inputs differ, the drop of the claim leaves the step in doubt.
             let claim = claim(ClaimStage::InDoubt(Box::new(earlier)));
-            other_inputs(attempt, inputs).map_or(Ok(StepClaimed::Runs(claim)), problem)
+            other_inputs(attempt, inputs).map_or(Ok(ClaimedStep::Runs(claim)), problem)
         }
         StepClaim::Ended { attempt, inputs, value } => {
-            let ended = StepClaimed::Ended { claim: claim(ClaimStage::Taken), attempt, value };
+            let ended = ClaimedStep::Ended { claim: claim(ClaimStage::Taken), attempt, value };
             other_inputs(attempt, inputs).map_or(Ok(ended), problem)
         }
         StepClaim::UsedTwice => problem(StepProblem::UsedTwice),
