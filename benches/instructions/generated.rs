@@ -78,7 +78,8 @@ pub(crate) fn compare() -> bool {
             let was = old.lines().find_map(|line| line.strip_prefix(&format!("| {row} | ")));
             let was: Vec<f64> =
                 was.into_iter().flat_map(|was| was.split(" |")).filter_map(|was| was.trim().parse().ok()).collect();
-            let is_near = was.len() == now.len() && now.iter().zip(&was).all(|(now, was)| is_near(*now as f64, *was));
+            let now = now.map(|count| f64::from(u32::try_from(count).expect("a small crate")));
+            let is_near = was.len() == now.len() && now.iter().zip(&was).all(|(now, was)| is_near(*now, *was));
             agrees &= is_near;
             println!("{line}{}", if is_near { String::new() } else { format!(" differs from {was:?}") });
             let _ = writeln!(table, "{line}");

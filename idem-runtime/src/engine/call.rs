@@ -273,10 +273,12 @@ fn protocol(subject: Subject) -> impl Protocol {
     }
 }
 
+type PollCall<A, C> = fn(Pin<&mut Call<A, C>>, &mut dyn Work, &mut Context<'_>) -> Poll<()>;
+
 /// Functions of a call. A call reaches them by a pointer, so that they are compiled with this crate: functions that are
 /// only named by a generic type are compiled again with each crate of handlers.
 struct CallCode<A: 'static, C: 'static> {
-    poll: fn(Pin<&mut Call<A, C>>, &mut dyn Work, &mut Context<'_>) -> Poll<()>,
+    poll: PollCall<A, C>,
     drops_values: fn(Pin<&mut Call<A, C>>),
     end: fn(EndingAttempt) -> C,
 }

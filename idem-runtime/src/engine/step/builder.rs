@@ -277,7 +277,7 @@ impl<D, U, C> StepBuilder<D, U, C> {
         // The result of the body is scoped, so that the future of the step holds it once.
         let ending = {
             let ended = running.limited(body(running.begins())).await;
-            let is_uncertain = is_uncertain(&ended, &self.uncertain);
+            let is_uncertain = is_uncertain(ended.as_ref(), &self.uncertain);
             running.ends::<C, T, E>(ended, is_uncertain)
         };
         match ending.await {
@@ -321,7 +321,7 @@ impl<D, U, C> RetriedStep<D, U, C> {
         loop {
             let ending = {
                 let ended = running.limited(body(running.begins())).await;
-                let is_uncertain = is_uncertain(&ended, &uncertain);
+                let is_uncertain = is_uncertain(ended.as_ref(), &uncertain);
                 running.ends::<C, T, E>(ended, is_uncertain)
             };
             if let Some(ended) = ending.await {

@@ -229,7 +229,7 @@ impl RunningStep {
 
 /// Returns whether the effect of a body that has ended, or has run into its time limit (`None`), may have happened
 /// although the body returned no value.
-pub(super) fn is_uncertain<T, E>(ended: &Option<Result<T, E>>, uncertain: &impl UncertainIf<E>) -> bool {
+pub(super) fn is_uncertain<T, E>(ended: Option<&Result<T, E>>, uncertain: &impl UncertainIf<E>) -> bool {
     match ended {
         Some(Ok(_)) => false,
         Some(Err(error)) => uncertain.is_uncertain(error),
