@@ -323,8 +323,6 @@ const BREAKS: &[(Broken, Check)] = &[
     (Broken::Between(DeliberateBreak::MessagesAreRenamed), Check::MessageIdentity),
     (Broken::Between(DeliberateBreak::PushesAreReversed), Check::MessageOrder),
     (Broken::Store(M::MarksUnseen), Check::Linearizable),
-    // A call looks at the record again after its mark, and finds the messages again.
-    (Broken::Store(M::MarksNothing), Check::Stuck),
     (Broken::Store(M::MarkChangesOwner), Check::Linearizable),
     (Broken::Store(M::MarkRenewsRetention), Check::Linearizable),
     (Broken::Store(M::ReopenKeepsJournal), Check::Linearizable),
