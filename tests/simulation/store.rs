@@ -88,8 +88,8 @@ pub(crate) enum DeliberateBreak {
     MarksBeforeSending,
     /// A lost message counts as confirmed, as if the engine marked and acknowledged what was not sent.
     LostMessagesAreConfirmed,
-    /// Renewals are confirmed but not executed, and the finish of an attempt that was taken over is confirmed, as if the
-    /// engine sent the messages of a zombie.
+    /// Renewals are confirmed but not executed, and the finish of an attempt that was taken over is confirmed, as if
+    /// the engine sent the messages of a zombie.
     ZombiesSend,
     /// A replay comes without the messages that are not marked, as if a duplicate ignored them.
     UnsentIsIgnored,

@@ -135,8 +135,8 @@
 //! The store of a worker has a [sender](Worker::sender), so a handler may push to its [outbox](crate::Attempt::outbox).
 //! Each sending of a message is an effect, with the awaits and faults of effects, and the write that marks messages as
 //! sent is a store call, `mark_sent`. So the explorer ends a delivery before and after each sending, and right before
-//! and after the mark reaches the store. The simulated broker counts messages by their ids. Messages with other ids than
-//! in the first attempt are a finding ([`Problem::MessageRepeated`]), as for a handler that publishes in its body:
+//! and after the mark reaches the store. The simulated broker counts messages by their ids. Messages with other ids
+//! than in the first attempt are a finding ([`Problem::MessageRepeated`]), as for a handler that publishes in its body:
 //!
 //! ```
 //! use idem_runtime::outbox::{OutgoingMessage, Sender};
@@ -158,7 +158,7 @@
 //!
 //! explore(|worker| async move { pay(&worker, 42, true).await }).assert_once();
 //! let report = explore(|worker| async move { pay(&worker, 42, false).await });
-//! let is_repeated = |it: &Problem| matches!(it, Problem::MessageRepeated { destination, .. } if destination == "orders");
+//! let is_repeated = |it: &Problem| matches!(it, Problem::MessageRepeated { times: 2, .. });
 //! assert!(report.findings().iter().any(|finding| is_repeated(finding.problem())));
 //! ```
 //!
