@@ -276,7 +276,7 @@ impl<R: Rig> Scene<R> {
             effects.0[0].len() > 1 && self.broker.places(1).is_empty(),
             "two bodies were killed after their pushes"
         );
-        let set_aside: HashSet<usize> = [FIRST + 2].into();
+        let set_aside = [FIRST + 2].into();
         self.crew.audit_messages(keys, &*self.store, &self.broker, &set_aside).await;
     }
 }

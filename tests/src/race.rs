@@ -1,7 +1,7 @@
 //! Race: processes work on the same keys of one store and write every effect into one table, while tests kill, stop and
 //! disconnect the processes; then the table is audited.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fmt;
 use std::fs::File;
 use std::fs::Permissions;
@@ -190,8 +190,8 @@ impl Line {
             ["step-kept", step, value] => Event::StepKept((*step).to_owned(), (*value).to_owned()),
             ["step-refused", step] => Event::StepRefused((*step).to_owned()),
             ["step-unconfirmed", step] => Event::StepUnconfirmed((*step).to_owned()),
-            ["sending", place] => Event::Sending(number(place) as usize),
-            ["sent", place] => Event::Sent(number(place) as usize),
+            ["sending", place] => Event::Sending(small(place) as usize),
+            ["sent", place] => Event::Sent(small(place) as usize),
             ["marking"] => Event::Marking,
             ["ended"] => Event::Ended,
             ["failed"] => Event::Failed,
@@ -673,8 +673,14 @@ impl Crew {
 
     /// Audits the messages that `broker` has received, as [`messages::audit`] says, and that no record of `store` holds
     /// messages any more.
-    pub async fn audit_messages(&self, keys: usize, store: &dyn Store, broker: &TcpBroker, set_aside: &HashSet<usize>) {
-        let mut recorded = HashMap::new();
+    pub async fn audit_messages(
+        &self,
+        keys: usize,
+        store: &dyn Store,
+        broker: &TcpBroker,
+        set_aside: &BTreeSet<usize>,
+    ) {
+        let mut recorded = BTreeMap::new();
         for n in 0..keys {
             let found = store.inspect(&key(n)).await.expect("answers").expect("recorded");
             assert_eq!(found.unsent_messages(), None, "key {n} has unsent messages");

@@ -1,7 +1,7 @@
 //! Messages of a race: a broker in the test process, which counts what the racers send, and the audit of its list. A
 //! racer that was killed can't change the list.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Write as _;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -188,11 +188,11 @@ impl Sender for TcpSender {
 ///
 /// `recorded` holds the results of the keys that have one. The message at place 0 of a key in `set_aside` may arrive
 /// after the result was returned, and after the later messages of its destination.
-pub fn audit(
+pub(super) fn audit(
     received: &[ReceivedMessage],
     lines: &[Line],
-    recorded: &HashMap<usize, String>,
-    set_aside: &HashSet<usize>,
+    recorded: &BTreeMap<usize, String>,
+    set_aside: &BTreeSet<usize>,
 ) -> Result<(), String> {
     let (mut ids, mut bodies) = (HashMap::new(), HashMap::new());
     let mut first: HashMap<(usize, usize), (usize, u64)> = HashMap::new();
