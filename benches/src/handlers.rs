@@ -18,6 +18,7 @@ const BOOK_IN_A_STEP: &str = r#"idem_runtime::current()?.step("book").run(async 
 /// Handlers of one kind.
 #[derive(Clone, Copy)]
 pub struct Side {
+    /// Name of the crate.
     pub name: &'static str,
     /// Attribute of each handler.
     attribute: &'static str,
@@ -25,9 +26,13 @@ pub struct Side {
     call: &'static str,
 }
 
+/// Handlers without an attribute.
 pub const PLAIN: Side = Side { name: "plain", attribute: "", call: BOOK };
+/// Handlers with `#[tracing::instrument]`.
 pub const INSTRUMENTED: Side = Side { name: "instrumented", attribute: "#[tracing::instrument]", call: BOOK };
+/// Handlers with `#[idempotent]`.
 pub const ANNOTATED: Side = Side { name: "annotated", attribute: IDEMPOTENT, call: BOOK };
+/// Handlers with `#[idempotent]` whose call of another service is a step.
 pub const STEPPED: Side = Side { name: "stepped", attribute: IDEMPOTENT, call: BOOK_IN_A_STEP };
 
 const PRELUDE: &str = r#"

@@ -6,18 +6,22 @@
 //! lease is renewed, and nothing is written late.
 
 use std::fmt;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 
+use super::journal::Journal as TransactionJournal;
+use super::turns::CallNode;
 use crate::clock::Clock;
 use crate::key::Key;
+use crate::record::messages::OutgoingMessage;
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Release, Reservation, ReserveRequest, Verdict,
 };
-use crate::store::sender::Sender as MessageSender;
+use crate::store::sender::{SendFuture, Sender as MessageSender};
 use crate::store::{Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture};
+use crate::sync::lock;
 
 /// A request of the engine, which the future of the call answers in the transaction.
 pub(super) enum MailboxRequest {
@@ -172,5 +176,21 @@ impl Store for Mailbox {
     /// Sends no request: the next statement of the transaction shows whether the connection works.
     fn ping(&self) -> StoreFuture<'_, ()> {
         StoreFuture::ready(Ok(()))
+    }
+}
+
+/// Sender of a call in a transaction: keeps the messages that no record holds until the commit.
+pub(super) struct UntilCommit {
+    pub(super) journal: Arc<Mutex<TransactionJournal>>,
+    pub(super) store: Arc<dyn Store>,
+    pub(super) key: Key,
+}
+
+impl MessageSender for UntilCommit {
+    fn send<'a>(&'a self, message: &'a OutgoingMessage) -> SendFuture<'a> {
+        // The future of the call polls its engine, which sends.
+        let call = CallNode::polled().unwrap_or_else(CallNode::new);
+        lock(&self.journal).outbox.unrecorded(call, &self.store, &self.key, message.clone());
+        Box::pin(async { Ok(()) })
     }
 }

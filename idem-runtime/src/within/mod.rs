@@ -22,10 +22,9 @@ use std::fmt;
 use std::sync::Arc;
 
 pub use self::call::InTransaction;
-use self::mailbox::Mailbox;
+use self::mailbox::{Mailbox, UntilCommit};
 pub use self::open::OpenTransaction;
 use self::open::TransactionNotes;
-use self::outbox::UntilCommit;
 pub use self::step::StepWithin;
 use crate::codec::Json;
 use crate::engine::{Operation, RecordValues};

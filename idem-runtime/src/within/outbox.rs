@@ -1,8 +1,7 @@
 //! Messages of the calls in a transaction, which leave after its commit.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use super::journal::Journal;
 use super::turns::CallNode;
 use crate::engine::{ErrorFacts, TransactionEnd, send_committed, send_unrecorded, settle};
 use crate::error::{Disposition, Error};
@@ -10,8 +9,6 @@ use crate::key::Key;
 use crate::policy::Backoff;
 use crate::record::messages::OutgoingMessage;
 use crate::store::Store;
-use crate::store::sender::{SendFuture, Sender};
-use crate::sync::lock;
 
 /// Messages of the calls in one transaction, in the order in which the calls returned.
 #[derive(Default)]
@@ -44,7 +41,13 @@ impl CommitOutbox {
     }
 
     /// Takes a message that no record holds.
-    fn unrecorded(&mut self, call: Arc<CallNode>, store: &Arc<dyn Store>, key: &Key, message: OutgoingMessage) {
+    pub(super) fn unrecorded(
+        &mut self,
+        call: Arc<CallNode>,
+        store: &Arc<dyn Store>,
+        key: &Key,
+        message: OutgoingMessage,
+    ) {
         if let Some(CallMessages { call: last, place: MessagePlace::Here(messages), .. }) = self.0.last_mut()
             && Arc::ptr_eq(last, &call)
         {
@@ -82,21 +85,5 @@ impl CommitOutbox {
             Some(error) => TransactionEnd::Unsent(ErrorFacts::of(&error)),
             None => TransactionEnd::Committed,
         });
-    }
-}
-
-/// Sender of a call in a transaction: keeps the messages that no record holds until the commit.
-pub(super) struct UntilCommit {
-    pub(super) journal: Arc<Mutex<Journal>>,
-    pub(super) store: Arc<dyn Store>,
-    pub(super) key: Key,
-}
-
-impl Sender for UntilCommit {
-    fn send<'a>(&'a self, message: &'a OutgoingMessage) -> SendFuture<'a> {
-        // The future of the call polls its engine, which sends.
-        let call = CallNode::polled().unwrap_or_else(CallNode::new);
-        lock(&self.journal).outbox.unrecorded(call, &self.store, &self.key, message.clone());
-        Box::pin(async { Ok(()) })
     }
 }
