@@ -1546,7 +1546,7 @@ mod messages {
     #[test]
     fn a_handler_that_publishes_in_its_body_sends_another_message_after_a_crash() {
         let report = explore(|worker| async move { publish(&worker, 42, false).await });
-        let repeated: Vec<_> = report.findings().iter().map(|finding| finding.problem()).collect();
+        let repeated: Vec<_> = report.findings().iter().map(idem_runtime::testing::Finding::problem).collect();
         let is_repeated = |it: &&Problem| matches!(it, Problem::MessageRepeated { times: 2, expected: 1, .. });
         assert!(repeated.iter().any(is_repeated), "{repeated:?}");
         let only =

@@ -258,9 +258,9 @@ impl Net {
             pushes.reverse();
         }
         for push in pushes {
-            let pushed = attempt.outbox().push(push.destination(), OutgoingMessage::new(push.body()));
+            let accepted = attempt.outbox().push(push.destination(), OutgoingMessage::new(push.body()));
             // The body of a lost lease learns of the loss here.
-            self.count(if pushed.is_ok() { "messages" } else { "messages that were not accepted" });
+            self.count(if accepted.is_ok() { "messages" } else { "messages that were not accepted" });
         }
     }
 }

@@ -671,10 +671,9 @@ fn ends_with_beginning(journal: &Journal) -> bool {
     steps.last().is_some_and(|step| step.state() == StepState::InDoubt)
 }
 
-async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, ops: &[usize]) -> LandedRequest {
-    let at = net.history().land(ops);
-    // A deliberate break confirms the request without executing it.
-    let pretended = match (net.prank, request) {
+/// Returns the answer of a deliberate break that confirms the request without executing it.
+fn pretended(net: &Net, process: usize, request: &Request) -> Option<Reply> {
+    match (net.prank, request) {
         (DeliberateBreak::FinishesNothing, Request::Finish(..))
         | (DeliberateBreak::ReleasesNothing, Request::Release(..))
         | (DeliberateBreak::AppendsNothing, Request::Append(..))
@@ -695,7 +694,12 @@ async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, o
             net.stale.lock().unwrap().get(&request.key).cloned().map(Reply::Reservation)
         }
         _ => None,
-    };
+    }
+}
+
+async fn land(net: &Net, store: &dyn Store, process: usize, request: &Request, ops: &[usize]) -> LandedRequest {
+    let at = net.history().land(ops);
+    let pretended = pretended(net, process, request);
     // A live lease refuses every decision except `BreakLease`, so the state before the request is noted for the check
     // below.
     let running = request.key().and_then(|key| Some((key, net.pending(key)?)));

@@ -468,17 +468,21 @@ async fn steps(delivery: &Delivery, polled: &Cell<u64>) -> Result<String, Failur
             return fail(dice.chance(500));
         }
     }
-    // The value is sometimes larger than the policy allows.
-    let value = match (charged, dice.chance(60)) {
-        (Some(charged), _) => charged,
-        (None, true) => format!("{name:-<99}"),
-        (None, false) => name.clone(),
-    };
+    let value = value_of(charged, dice.chance(60), &name);
     running.end(BodyEnd::Value(value.clone()));
     if let Some(mail) = &net.mail {
         mail.returns(&name);
     }
     Ok(value)
+}
+
+/// Returns the value of the body `name`. A value that `is_large` is larger than the policy allows.
+fn value_of(charged: Option<String>, is_large: bool, name: &str) -> String {
+    match (charged, is_large) {
+        (Some(charged), _) => charged,
+        (None, true) => format!("{name:-<99}"),
+        (None, false) => name.to_owned(),
+    }
 }
 
 /// Steps of a body: parts of the handler whose values are journaled.
@@ -1183,13 +1187,13 @@ impl World {
             self.net.clock.sleep(Duration::from_millis(1) + mail.dice.up_to(storm / 4)).await;
             match mail.dice.between(0, 2) {
                 0 => mail.goes_away(mail::outage(&self.net, &mail.dice)),
-                1 => self.count_resent(resender.pass().await),
+                1 => self.count_resent(&resender.pass().await),
                 _ => {}
             }
         }
     }
 
-    fn count_resent(&self, resent: Result<Resent, StoreError>) {
+    fn count_resent(&self, resent: &Result<Resent, StoreError>) {
         if let Ok(Resent { done, failed, .. }) = resent {
             *self.counts.borrow_mut().entry("records that a resender has finished").or_default() += done;
             *self.counts.borrow_mut().entry("records that a resender could not finish").or_default() += failed;
@@ -1206,7 +1210,7 @@ impl World {
         // The broker refuses a message nine times at most, and a pass counts one refusal.
         for _ in 0..10 {
             let resent = resender.pass().await;
-            self.count_resent(resent.clone());
+            self.count_resent(&resent);
             if resent.is_ok_and(|resent| resent.failed == 0 && resent.skipped == 0) {
                 break;
             }
