@@ -28,6 +28,8 @@ for i = 1, #KEYS do
   -- An error is caught, so that the other keys still get an answer.
   local done, answer = pcall(append, KEYS[i], ARGV[at - 2], ARGV[at - 1], ARGV[at])
   if not done then
+    -- A server that became a replica refuses every write, and this error makes the store connect anew.
+    if type(answer) == 'table' and sub(answer.err, 1, 8) == 'READONLY' then return answer end
     -- Any error that no command has returned comes from bytes that can't be read.
     errors[#errors + 1] = type(answer) == 'table' and answer.err or 'DAMAGED the record is cut off'
     answer = 'E'
