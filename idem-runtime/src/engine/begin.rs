@@ -444,7 +444,10 @@ impl<'a> Request<'a> {
     /// probably sending them, waits for that call as long as the policy allows.
     async fn send_unsent(&mut self, attempt: u32) -> NextStep {
         let (store, key) = (self.store(), &self.reserve.key);
-        store.context().store_answered();
+        let context = store.context();
+        context.store_answered();
+        // Taken before the record is read, so that no other call of this process marks the messages in between.
+        let sending = if context.is_at_work(key, self.late_ends) { None } else { context.sends(key) };
         let found = store.inspect(key).watched(store, StoreOp::Inspect).await;
         let began = found.as_ref().ok().and_then(|found| found.as_ref()?.began);
         let Policy { backoff, timeout, lease, .. } = self.subject.policy;
@@ -459,14 +462,8 @@ impl<'a> Request<'a> {
                 return NextStep::Decided(Start::Refused(dispatch.unsent(None, UnsentReason::NotRead(source))));
             }
         };
-        let context = store.context();
-        let is_at_work = context.is_at_work(key, self.late_ends);
-        let sending = match is_at_work
-            || outbox::is_being_sent(context, &found, self.reserve.ttl, timeout.saturating_add(lease))
-        {
-            true => None,
-            false => store.context().sends(key),
-        };
+        let longest = timeout.saturating_add(lease);
+        let sending = sending.filter(|_| !outbox::is_being_sent(context, &found, self.reserve.ttl, longest));
         let Some(_sending) = sending else {
             let error = dispatch.unsent(None, UnsentReason::Sending);
             self.may_wait_at_last();

@@ -162,10 +162,16 @@ impl Resender {
             Err(source) => return not_read(attempt, source),
         };
         let sent = match store.context().sends(key) {
-            Some(_sending) => {
-                let dispatch = Dispatch { store, key, attempt, ran: false, replayable: true, pause };
-                Some(dispatch.send_recorded(&found).await)
-            }
+            // Another resender may have sent them since they were listed, so the record is read again under the lease.
+            Some(_sending) => match store.inspect(key).watched(store, StoreOp::Inspect).await {
+                Ok(Some(found)) if outbox::has_unsent(&found.record.state) => {
+                    let dispatch =
+                        Dispatch { store, key, attempt: found.attempt(), ran: false, replayable: true, pause };
+                    Some(dispatch.send_recorded(&found).await)
+                }
+                Ok(_) => None,
+                Err(source) => not_read(attempt, source),
+            },
             None => None,
         };
         // A lease that is not released lapses.
