@@ -334,6 +334,36 @@ async fn a_store_of_other_records_is_noticed() {
 }
 
 #[tokio::test]
+async fn equal_keys_of_two_tables_have_messages_of_their_own() {
+    let (till, broker) = (Till::new(), Broker::default());
+    let open = async |table: &str| {
+        let options = SqliteStore::options().table(table);
+        options.open(till.folder.file()).await.unwrap().with_sender(broker.clone())
+    };
+    let stores = [open("first").await, open("second").await];
+    let sell = async |tx: &SqliteTx<'_>, table: &str, store: &SqliteStore| {
+        let within = SqliteStore::within(tx).table(table).sender_of(store);
+        within.operation(Ok(key("a")), POLICY).run(async { push(table).map(|()| 1) }).await
+    };
+    let work = async |tx: &SqliteTx<'_>| -> Result<u32, AnyError> {
+        sell(tx, "first", &stores[0]).await?;
+        Ok(sell(tx, "second", &stores[1]).await?)
+    };
+    let (_, outcome) = SqliteStore::transact(&mut till.connection(), work).await;
+    assert_eq!(
+        (outcome.disposition(), broker.take()),
+        (Disposition::Ack, vec!["first".to_owned(), "second".to_owned()])
+    );
+    // The store of the other table has the same key, in another record.
+    let work = async |tx: &SqliteTx<'_>| -> Result<u32, AnyError> {
+        let within = SqliteStore::within(tx).table("third").sender_of(&stores[0]);
+        Ok(within.operation(Ok(key("a")), POLICY).run(async { push("third").map(|()| 1) }).await?)
+    };
+    let (_, outcome) = SqliteStore::transact(&mut till.connection(), work).await;
+    assert!(outcome.unsent() && is_retry(&outcome) && broker.take().is_empty(), "{outcome:?}");
+}
+
+#[tokio::test]
 async fn messages_of_a_delivery_that_is_dropped_leave_with_the_next() {
     let (till, broker) = (Till::new(), Broker::default());
     let store = till.store(&broker).await;

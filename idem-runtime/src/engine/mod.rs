@@ -56,7 +56,7 @@ pub(crate) use self::observer::Observation;
 pub(crate) use self::observer::{settle, unsettled};
 pub use self::outbox::Outbox;
 #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
-pub(crate) use self::outbox::{has_unsent, send_committed, send_unrecorded};
+pub(crate) use self::outbox::{CommittedRecord, has_unsent, send_committed, send_unrecorded};
 pub use self::outcome::Outcome;
 #[cfg(feature = "tower")]
 pub(crate) use self::poll_notes::has_begun_to_wait;

@@ -166,25 +166,42 @@ pub(super) fn leave_after_commit(context: &StoreContext) -> bool {
     !context.renews() && context.sender().is_some()
 }
 
-/// Sends the messages of the operation `key`, whose record was committed in a user's transaction, and marks them as
-/// sent. `store` holds the record; `ran`: the body ran in this delivery.
+/// A record with messages that was committed in a user's transaction.
 #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
-pub(crate) async fn send_committed(store: &dyn Store, key: &Key, ran: bool) -> Result<(), Error> {
-    let dispatch = |attempt, pause| Dispatch { store, key, attempt, ran, replayable: true, pause };
-    let unread = dispatch(0, Backoff::DEFAULT.after(1, key.seed()));
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct CommittedRecord {
+    pub(crate) key: Key,
+    /// First half of the owner token, and the number of the attempt.
+    pub(crate) written_by: ([u8; 8], u32),
+    /// Retention and lease of a call that found the record; `None` if the body ran in this delivery.
+    pub(crate) found_by: Option<(Duration, Duration)>,
+}
+
+/// Sends the messages of a record that was committed in a user's transaction, and marks them as sent. `store` holds
+/// the record.
+#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+pub(crate) async fn send_committed(store: &dyn Store, committed: &CommittedRecord) -> Result<(), Error> {
+    let CommittedRecord { key, written_by, found_by } = committed;
+    let (context, ran) = (store.context(), found_by.is_none());
+    let dispatch = |pause| Dispatch { store, key, attempt: written_by.1, ran, replayable: true, pause };
+    let first = dispatch(Backoff::DEFAULT.after(1, key.seed()));
+    // Taken before the record is read, so that no other call of this process marks the messages in between.
+    let Some(_sending) = context.sends(key) else { return Err(first.unsent(None, UnsentReason::Sending)) };
     let found = match store.inspect(key).watched(store, StoreOp::Inspect).await {
-        Ok(Some(found)) => found,
+        Ok(Some(found)) if (found.record.owner.tag(), found.attempt()) == *written_by => found,
         // The store is not the one of the transaction, or the user has undone the call by a savepoint of their own.
-        Ok(None) => return Err(unread.unsent(None, UnsentReason::RecordChanged)),
-        Err(source) => return Err(unread.unsent(None, UnsentReason::NotRead(source))),
+        Ok(_) => return Err(first.unsent(None, UnsentReason::RecordChanged)),
+        Err(source) => return Err(first.unsent(None, UnsentReason::NotRead(source))),
     };
     if !has_unsent(&found.record.state) {
         return Ok(());
     }
-    let dispatch = dispatch(found.attempt(), Backoff::DEFAULT.during(found.began.unwrap_or_default(), key.seed()));
-    match store.context().sends(key) {
-        Some(_sending) => dispatch.send_recorded(&found).await,
-        None => Err(dispatch.unsent(None, UnsentReason::Sending)),
+    let dispatch = dispatch(Backoff::DEFAULT.during(found.began.unwrap_or_default(), key.seed()));
+    match found_by {
+        Some((ttl, lease)) if is_being_sent(context, &found, *ttl, *lease) => {
+            Err(dispatch.unsent(None, UnsentReason::Sending))
+        }
+        _ => dispatch.send_recorded(&found).await,
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::turns::CallNode;
-use crate::engine::{ErrorFacts, TransactionEnd, send_committed, send_unrecorded, settle};
+use crate::engine::{CommittedRecord, ErrorFacts, TransactionEnd, send_committed, send_unrecorded, settle};
 use crate::error::{Disposition, Error};
 use crate::key::Key;
 use crate::policy::Backoff;
@@ -19,24 +19,29 @@ struct CallMessages {
     call: Arc<CallNode>,
     /// Store whose sender publishes the messages.
     store: Arc<dyn Store>,
-    key: Key,
     place: MessagePlace,
 }
 
 enum MessagePlace {
-    /// The record of the operation. `ran`: the body ran in this transaction.
-    Record { ran: bool },
+    /// The record of the operation.
+    Record(CommittedRecord),
     /// No record: the body ran without a reservation, or in shadow mode.
-    Here(Vec<OutgoingMessage>),
+    Here(Key, Vec<OutgoingMessage>),
 }
 
 impl CommitOutbox {
-    /// Notes that the record of `key` has messages that are not sent. `ran`: the body ran in this transaction.
-    pub(super) fn recorded(&mut self, call: &Arc<CallNode>, store: &Arc<dyn Store>, key: &Key, ran: bool) {
-        let is_known = |it: &CallMessages| it.key == *key && matches!(it.place, MessagePlace::Record { .. });
-        if !self.0.iter().any(is_known) {
-            let (call, store, key) = (Arc::clone(call), Arc::clone(store), key.clone());
-            self.0.push(CallMessages { call, store, key, place: MessagePlace::Record { ran } });
+    /// Notes that `record` has messages that are not sent.
+    pub(super) fn recorded(&mut self, call: &Arc<CallNode>, store: &Arc<dyn Store>, record: CommittedRecord) {
+        let is_same = |it: &CallMessages| match &it.place {
+            MessagePlace::Record(known) => {
+                // Tables of two tenants may have equal keys.
+                (&known.key, known.written_by) == (&record.key, record.written_by) && Arc::ptr_eq(&it.store, store)
+            }
+            MessagePlace::Here(..) => false,
+        };
+        if !self.0.iter().any(is_same) {
+            let place = MessagePlace::Record(record);
+            self.0.push(CallMessages { call: Arc::clone(call), store: Arc::clone(store), place });
         }
     }
 
@@ -48,14 +53,14 @@ impl CommitOutbox {
         key: &Key,
         message: OutgoingMessage,
     ) {
-        if let Some(CallMessages { call: last, place: MessagePlace::Here(messages), .. }) = self.0.last_mut()
+        if let Some(CallMessages { call: last, place: MessagePlace::Here(_, messages), .. }) = self.0.last_mut()
             && Arc::ptr_eq(last, &call)
         {
             messages.push(message);
             return;
         }
-        let place = MessagePlace::Here(vec![message]);
-        self.0.push(CallMessages { call, store: Arc::clone(store), key: key.clone(), place });
+        let place = MessagePlace::Here(key.clone(), vec![message]);
+        self.0.push(CallMessages { call, store: Arc::clone(store), place });
     }
 
     /// Forgets the messages of `call` and of the calls in its body, whose writes are undone.
@@ -70,14 +75,16 @@ impl CommitOutbox {
     /// Sends the messages, after the commit, and settles the delivery. A delivery that is dropped meanwhile is not
     /// acknowledged.
     pub(super) async fn send(self) {
-        let seed = self.0.first().map_or(0, |messages| messages.key.seed());
+        let seed = self.0.first().map_or(0, |messages| match &messages.place {
+            MessagePlace::Record(CommittedRecord { key, .. }) | MessagePlace::Here(key, _) => key.seed(),
+        });
         let disposition = Disposition::Retry { after: Backoff::DEFAULT.after(1, seed) };
         settle(TransactionEnd::Unsent(ErrorFacts { disposition, misconfigured: false, store_failed: false }));
         let mut failure: Option<Error> = None;
-        for CallMessages { store, key, place, .. } in &self.0 {
+        for CallMessages { store, place, .. } in &self.0 {
             let sent = match place {
-                MessagePlace::Record { ran } => send_committed(&**store, key, *ran).await,
-                MessagePlace::Here(messages) => send_unrecorded(&**store, key, messages).await,
+                MessagePlace::Record(record) => send_committed(&**store, record).await,
+                MessagePlace::Here(key, messages) => send_unrecorded(&**store, key, messages).await,
             };
             failure = failure.or(sent.err());
         }

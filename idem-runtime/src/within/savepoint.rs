@@ -10,7 +10,7 @@ use std::time::Duration;
 use super::mailbox::{MailboxRequest, Sender};
 use super::open::TransactionNotes;
 use super::turns::{CallNode, Turn};
-use crate::engine::has_unsent;
+use crate::engine::{CommittedRecord, has_unsent};
 use crate::key::Key;
 use crate::policy::OnCrash;
 use crate::record::{Finish, Lease, Release, Reservation, ReserveRequest, StoredResult, Verdict};
@@ -129,10 +129,11 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
             _ => self.keep().await?,
         }
         if let Reservation::Finished { record, .. } = &reserved
-            && self.undoes
             && has_unsent(&record.state)
         {
-            self.leaves_later(&request.key, false);
+            let written_by = (record.owner.tag(), record.attempt);
+            let found_by = Some((request.ttl, request.lease));
+            self.leaves_later(CommittedRecord { key: request.key, written_by, found_by });
         }
         Ok(reserved)
     }
@@ -153,16 +154,18 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
 
     async fn finish(&self, lease: &Lease, finish: &Finish) -> Result<Verdict, StoreError> {
         match finish {
-            Finish::Completed(_) if !self.undoes => self.saved(self.transaction.finish(lease, finish)).await,
             Finish::Completed(payload) => {
-                let written = match is_large(payload) {
+                let written = match !self.undoes || is_large(payload) {
                     true => self.saved(self.transaction.finish(lease, finish)).await?,
                     false => self.transaction.finish(lease, finish).await?,
                 };
                 if written == Verdict::Applied {
-                    self.over().await?;
+                    if self.undoes {
+                        self.over().await?;
+                    }
                     if payload.has_messages() {
-                        self.leaves_later(&lease.key, true);
+                        let written_by = (lease.owner.tag(), lease.attempt);
+                        self.leaves_later(CommittedRecord { key: lease.key.clone(), written_by, found_by: None });
                     }
                 }
                 Ok(written)
@@ -204,10 +207,10 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
         Ok(written)
     }
 
-    /// Notes that the record of `key` has messages, which leave after the commit. `ran`: the body of this call ran.
-    fn leaves_later(&self, key: &Key, ran: bool) {
+    /// Notes that `record` has messages, which leave after the commit.
+    fn leaves_later(&self, record: CommittedRecord) {
         if let (Some(store), Some(call)) = (&self.outbox, &self.state().call) {
-            self.notes.note(|journal| journal.outbox.recorded(call, store, key, ran));
+            self.notes.note(|journal| journal.outbox.recorded(call, store, record));
         }
     }
 
