@@ -157,6 +157,8 @@ impl Workspace {
             .env("CARGO_TARGET_DIR", self.target())
             .env("CARGO_INCREMENTAL", "0")
             .env_remove("RUSTFLAGS")
+            .env_remove("CARGO_ENCODED_RUSTFLAGS")
+            .env_remove("CARGO_BUILD_TARGET")
             .output()
             .expect("cargo runs");
         assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));

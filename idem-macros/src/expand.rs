@@ -17,7 +17,7 @@
 //!              let handler = output.values(codec);
 //!              let never = never::<Result<Shipment, ShipError>>; // BODY may define another `Shipment`.
 //!              return handler.on(operation).run(async move {
-//!                  let _ = &app; let _ = &event; // Owned by the body: dropped before the key is freed.
+//!                  let _ = &event; // Owned by the body: dropped before the key is freed. `app` is a reference.
 //!                  if false { return never(); }
 //!                  BODY
 //!              }).await;

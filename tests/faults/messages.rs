@@ -1,7 +1,7 @@
 //! Course of a test of a fault that concerns messages: racers push messages in their bodies, a broker in the test
 //! process counts what arrives, and the audit compares its list with the records.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ const MAX_REFUSALS: u32 = 5;
 /// Causes `fault` in `rig` while racers send messages, and checks that no message is lost or invented.
 pub async fn play(rig: impl Rig, fault: Fault) {
     let mut scene = Scene::open(rig).await;
-    let mut rules = Rules::STRICT;
+    let (mut rules, mut set_aside) = (Rules::STRICT, BTreeSet::new());
     match fault {
         Fault::killed_before_sending => {
             let works = [Work::BeforeSending, Work::BeforeSending, Work::Some, Work::Some];
@@ -40,12 +40,12 @@ pub async fn play(rig: impl Rig, fault: Fault) {
             let works = [Work::AfterSending, Work::AfterSending, Work::InMark, Work::InMark];
             scene.kill_senders(works).await;
         }
-        Fault::messages_refused => scene.messages_are_refused().await,
+        Fault::messages_refused => set_aside = scene.messages_are_refused().await,
         Fault::broker_away => scene.broker_is_away().await,
         Fault::store_away_at_the_mark => rules = scene.store_is_away_at_the_mark().await,
         _ => unreachable!("{fault:?}"),
     }
-    scene.close(&rules).await;
+    scene.close(&rules, &set_aside).await;
 }
 
 /// Racers at work, whose bodies push messages: two serve key after key, and two are held in bodies that have pushed.
@@ -167,7 +167,7 @@ impl<R: Rig> Scene<R> {
     }
 
     /// Lets the broker refuse messages: some for a while, and one for ever.
-    async fn messages_are_refused(&mut self) {
+    async fn messages_are_refused(&mut self) -> BTreeSet<usize> {
         let [passing, killed, forever, _] = [0, 1, 2, 3].map(|n| FIRST + n);
         self.broker.refuse(passing, MAX_REFUSALS - 1);
         self.deliver(passing).await;
@@ -199,6 +199,7 @@ impl<R: Rig> Scene<R> {
         self.store.operator().resend_messages(&key, &found).await.expect("the record has not changed");
         self.resend(forever).await;
         self.progress("the others go on").await;
+        [forever].into()
     }
 
     /// Cuts the broker off, and lets it lose its answers. One worker is killed each time.
@@ -261,7 +262,7 @@ impl<R: Rig> Scene<R> {
     }
 
     /// Ends the race. The workers that are held in their bodies are killed first: their messages must never arrive.
-    async fn close(mut self, rules: &Rules) {
+    async fn close(mut self, rules: &Rules, set_aside: &BTreeSet<usize>) {
         for worker in self.held {
             self.crew.kill(worker);
         }
@@ -276,7 +277,6 @@ impl<R: Rig> Scene<R> {
             effects.0[0].len() > 1 && self.broker.places(1).is_empty(),
             "two bodies were killed after their pushes"
         );
-        let set_aside = [FIRST + 2].into();
-        self.crew.audit_messages(keys, &*self.store, &self.broker, &set_aside).await;
+        self.crew.audit_messages(keys, &*self.store, &self.broker, set_aside).await;
     }
 }

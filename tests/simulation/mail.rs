@@ -180,7 +180,8 @@ impl Mail {
         let is_of_it = |push: &&Push| {
             let is_named = match attempt {
                 Some(attempt) => push.attempt == attempt,
-                None => push.attempt == 0 && value.starts_with(&push.name),
+                // A large value is the name of its body and dashes.
+                None => push.attempt == 0 && value.trim_end_matches('-') == push.name,
             };
             push.key == *key && is_named && books.returned.contains(&push.name)
         };

@@ -671,7 +671,7 @@ impl Crew {
         }
     }
 
-    /// Audits the messages that `broker` has received, as [`messages::audit`] says, and that no record of `store` holds
+    /// Audits the messages that `broker` has received, as `messages::audit` says, and that no record of `store` holds
     /// messages any more.
     pub async fn audit_messages(
         &self,
