@@ -835,10 +835,10 @@ impl Statements {
     }
 }
 
-/// Makes the statement that removes the messages from finished records: it takes the stored result out of the
-/// [envelope](crate::record::envelope), whose form it checks first, so that a damaged record fails no other record. The
-/// statement leaves out codec names that `encode` would change. (A server may read a backslash in a literal in two ways,
-/// so the text has none.)
+/// Makes the statement that removes the messages from finished records. It takes the stored result out of the
+/// [envelope](crate::record::envelope), whose form it checks first, so that a damaged record fails no other record.
+/// The statement leaves out codec names that `encode` would change. Its text has no backslash, which servers of two
+/// settings read in two ways.
 fn sent(table: &str, there: &str, free: &str) -> String {
     let most = CodecName::MAX_BYTES;
     let name = "CASE WHEN octet_length(r.result) > 12 THEN get_byte(r.result, 2) ELSE 0 END";
