@@ -99,7 +99,7 @@ impl<'a, C> Within<'a, C> {
         Self { transaction, notes, namespace: Box::default(), holder: Box::default(), outbox: None }
     }
 
-    /// Name of this application, for its child keys (default: none); see [`Store::namespace`](crate::Store::namespace).
+    /// Name of this application, for its child keys (default: none); see [`Store::namespace`].
     #[must_use]
     pub fn namespace(mut self, namespace: &str) -> Self {
         self.namespace = namespace.into();
