@@ -22,6 +22,8 @@ local function append(key, owner, journal, expiry)
     .. sub(record, 49, journal_at - 1) .. journal, 'PX', expiry)
   return '1'
 end
+-- Most calls name one key, and need no lists.
+if #KEYS == 1 then return append(KEYS[1], ARGV[1], ARGV[2], ARGV[3]) end
 local answers, errors = {}, {}
 for i = 1, #KEYS do
   local at = 3 * i
