@@ -874,6 +874,14 @@ impl Plain {
                     found.expires_at = now.saturating_add(Duration::from_secs(600));
                 }
             }
+            Action::Resolve(_) if has_messages(&found.record.state) => {
+                // A missing result may be supplied beside messages; only the library reads their form.
+                match self.inspection(found).decide(decision) {
+                    Ruling::Answer(refused) => return refused,
+                    Ruling::Replace(record) => found.record.state = record.state,
+                    Ruling::Remove => unreachable!("only `forget` removes"),
+                }
+            }
             Action::Resolve(finish) => {
                 if !self.resolve(found, finish) {
                     return DecisionAnswer::Finished;
@@ -1309,4 +1317,9 @@ impl Store for Plain {
     fn ping(&self) -> StoreFuture<'_, ()> {
         StoreFuture::ready(if self.is(M::PingKnowsNothing) { Ok(()) } else { self.reached() })
     }
+}
+
+/// Returns whether the result of the record is stored with messages.
+fn has_messages(state: &State) -> bool {
+    matches!(state, State::Completed(StoredResult::Encoded { codec, .. }) if codec.as_str() == "idem:outbox")
 }
