@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::Semaphore;
+use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
 use super::super::client::Database;
@@ -31,6 +32,15 @@ pub(in super::super) fn by_key<T>(operations: &[T], key: impl Fn(&T) -> &str) ->
     let mut order: Vec<(&str, usize)> = operations.iter().map(key).zip(0..).collect();
     order.sort_unstable();
     order.into_iter().map(|(_, place)| place).collect()
+}
+
+/// Returns whether `rows` answer each operation of a batch that was sent in this `order`.
+fn answers(order: &[usize], rows: &[Row]) -> Vec<bool> {
+    let mut answers = vec![false; order.len()];
+    for (place, is_answered) in order.iter().zip(sql::answered(rows, order.len())) {
+        answers[*place] = is_answered;
+    }
+    answers
 }
 
 impl Reservations {
@@ -218,12 +228,7 @@ impl BeginMarks {
         let order = by_key(leases, |lease| lease.key.as_str());
         let sorted = LeaseParams::new(order.iter().map(|place| leases[*place]));
         let params: [&(dyn ToSql + Sync); 3] = [&sorted.keys, &sorted.owners, &sorted.attempts];
-        let rows = self.0.rows(&self.0.sql.begin, &params, Effect::Writes).await?;
-        let mut marked = vec![false; leases.len()];
-        for (place, is_marked) in order.iter().zip(sql::answered(&rows, order.len())) {
-            marked[*place] = is_marked;
-        }
-        Ok(marked)
+        Ok(answers(&order, &self.0.rows(&self.0.sql.begin, &params, Effect::Writes).await?))
     }
 }
 
@@ -372,12 +377,7 @@ impl SentMarks {
         let attempts: Vec<i64> = sorted.iter().map(|row| row.seen.attempt.into()).collect();
         let states: Vec<&str> = sorted.iter().map(|row| row.seen.standing.name()).collect();
         let params: [&(dyn ToSql + Sync); 4] = [&keys, &HiddenParam(owners), &attempts, &states];
-        let answer = self.0.rows(&self.0.sql.sent, &params, Effect::Writes).await?;
-        let mut marked = vec![false; rows.len()];
-        for (place, is_marked) in order.iter().zip(sql::answered(&answer, order.len())) {
-            marked[*place] = is_marked;
-        }
-        Ok(marked)
+        Ok(answers(&order, &self.0.rows(&self.0.sql.sent, &params, Effect::Writes).await?))
     }
 }
 
