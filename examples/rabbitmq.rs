@@ -16,18 +16,20 @@
 //! - *Count*: a copy is a new message for the server, so a header carries the number of its deliveries. A quorum queue
 //!   counts the deliveries that a lost connection cut off.
 //! - *Poison*: the worker publishes a copy to the dead-letter queue, with the reasons as headers, then acknowledges.
+//! - *Time limits*: `lapin` has none, so every call that waits for the server has one. A handler that waits for ever
+//!   would hold up the end of its worker.
 
 use std::process::ExitCode;
 use std::time::Duration;
 
 use futures::StreamExt as _;
 use idem_examples::fleet::{self, Event, Failure, Receipt, Run};
-use idem_examples::rabbitmq::{connect, delay_queue_for, send};
+use idem_examples::rabbitmq::{acknowledge, close, connect, delay_queue_for, hand_back, send};
 use idem_runtime::brokers::{DeadLetter, HandlerSlot, Intake};
 use idem_runtime::policy::Backoff;
 use idem_runtime::{Disposition, Policy, SqliteStore, current, idempotent, observe};
 use lapin::message::Delivery;
-use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicNackOptions, BasicQosOptions};
+use lapin::options::{BasicConsumeOptions, BasicQosOptions};
 use lapin::types::{AMQPValue, FieldTable, LongString};
 use lapin::{BasicProperties, Channel};
 
@@ -80,8 +82,7 @@ async fn deliver(app: &App, channel: &Channel, message: &Delivery) -> Result<(),
         }
     }
     // If this acknowledgement fails, the next delivery gets the recorded result.
-    message.ack(BasicAckOptions::default()).await?;
-    Ok(())
+    acknowledge(message).await
 }
 
 /// Returns the number of this delivery: deliveries of earlier copies, and of this copy.
@@ -124,8 +125,7 @@ async fn set_aside(
     }
     let properties = BasicProperties::default().with_headers(headers);
     send(channel, &format!("{}.dead", app.run.name), &message.data, properties).await?;
-    message.ack(BasicAckOptions::default()).await?;
-    Ok(())
+    acknowledge(message).await
 }
 
 async fn handle(app: App, channel: Channel, message: Delivery, slot: HandlerSlot) {
@@ -134,7 +134,7 @@ async fn handle(app: App, channel: Channel, message: Delivery, slot: HandlerSlot
         // only the copy could not be published, `nack` returns the message to the queue.
         eprintln!("delivery {} could not be settled: {error}", message.delivery_tag);
         app.intake.broker_failed(&error).await;
-        let _ = message.nack(BasicNackOptions { requeue: true, ..Default::default() }).await;
+        hand_back(&message).await;
     }
     drop(slot);
 }
@@ -169,12 +169,12 @@ async fn consume(app: &App) -> Result<(), Failure> {
         tokio::spawn(handle(app.clone(), channel.clone(), message, slot));
         received += 1;
         if app.run.loses_connection(received)? {
-            connection.close(200, "to see what happens".into()).await?;
+            close(&connection, "to see what happens").await?;
         }
     }
     // Running handlers still need the connection.
     app.intake.drain().await;
-    Ok(connection.close(200, "stopped".into()).await?)
+    close(&connection, "stopped").await
 }
 
 #[derive(Clone)]

@@ -4,8 +4,9 @@
 use std::path::Path;
 use std::time::Duration;
 
+use lapin::message::Delivery;
 use lapin::options::{
-    BasicAckOptions, BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions,
+    BasicAckOptions, BasicGetOptions, BasicNackOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions,
     QueueDeleteOptions,
 };
 use lapin::types::{AMQPValue, FieldTable};
@@ -21,14 +22,29 @@ const BROKER_LIMIT: u32 = 100;
 /// expires only at the head of its queue. The queues are made before their first message: a new quorum queue may lose
 /// some messages.
 const DELAYS: [u32; 6] = [250, 1_000, 4_000, 16_000, 64_000, 256_000];
-/// Longest wait for a confirmation.
-const CONFIRM: Duration = Duration::from_secs(5);
+/// Longest wait for an answer of the server.
+const ANSWER: Duration = Duration::from_secs(5);
+/// Longest wait for a connection with all its queues; a server that has just started takes its time.
+const CONNECT: Duration = Duration::from_secs(30);
+
+/// Waits for an answer of the server, for at most `limit`. `lapin` has no time limits: a call on a connection that is
+/// being lost may wait for ever (amqp-rs/lapin#409), and a handler that waits for ever holds up the end of its worker.
+async fn answer<T, E>(limit: Duration, call: impl Future<Output = Result<T, E>>) -> Result<T, Failure>
+where
+    Failure: From<E>,
+{
+    Ok(timeout(limit, call).await.map_err(|_| format!("the server did not answer within {limit:?}"))??)
+}
 
 /// Connects, and creates the queues unless they exist.
 ///
 /// # Errors
-/// The server's error.
+/// The server's error, or the end of the wait for its answer.
 pub async fn connect(run: &Run) -> Result<(Connection, Channel), Failure> {
+    answer(CONNECT, connect_and_declare(run)).await
+}
+
+async fn connect_and_declare(run: &Run) -> Result<(Connection, Channel), Failure> {
     let connection = Connection::connect(&run.url, ConnectionProperties::default()).await?;
     let channel = connection.create_channel().await?;
     channel.confirm_select(ConfirmSelectOptions::default()).await?;
@@ -83,9 +99,30 @@ fn dead_letters_to(queue: &str) -> FieldTable {
 /// a queue that is being recovered may lose the message.
 pub async fn send(channel: &Channel, queue: &str, payload: &[u8], properties: BasicProperties) -> Result<(), Failure> {
     let (persistent, options) = (properties.with_delivery_mode(2), BasicPublishOptions::default());
-    let confirm = channel.basic_publish("".into(), queue.into(), options, payload, persistent).await?;
-    let confirmed = timeout(CONFIRM, confirm).await.map_err(|_| "the server did not confirm a message")??;
+    let published = async { channel.basic_publish("".into(), queue.into(), options, payload, persistent).await?.await };
+    let confirmed = answer(ANSWER, published).await?;
     if confirmed.is_nack() { Err("the server did not take a message".into()) } else { Ok(()) }
+}
+
+/// Acknowledges a message.
+///
+/// # Errors
+/// If the channel was lost. The server then delivers the message again.
+pub async fn acknowledge(message: &Delivery) -> Result<(), Failure> {
+    answer(ANSWER, message.ack(BasicAckOptions::default())).await.map(drop)
+}
+
+/// Returns a message to its queue, unless the channel was lost, which returns the message, too.
+pub async fn hand_back(message: &Delivery) {
+    let _ = answer(ANSWER, message.nack(BasicNackOptions { requeue: true, ..Default::default() })).await;
+}
+
+/// Closes a connection, for the reason `why`.
+///
+/// # Errors
+/// If the connection was lost.
+pub async fn close(connection: &Connection, why: &str) -> Result<(), Failure> {
+    answer(ANSWER, connection.close(200, why.into())).await
 }
 
 /// RabbitMQ, as the example's broker.
@@ -104,7 +141,7 @@ impl fleet::Broker for Broker {
         for message in messages {
             send(&channel, &run.name, message, BasicProperties::default()).await?;
         }
-        Ok(connection.close(200, "published".into()).await?)
+        close(&connection, "published").await
     }
 
     async fn dead_letters(&self, run: &Run) -> Result<Vec<Headers>, Failure> {
@@ -121,7 +158,7 @@ impl fleet::Broker for Broker {
             );
             message.ack(BasicAckOptions::default()).await?;
         }
-        connection.close(200, "read".into()).await?;
+        close(&connection, "read").await?;
         Ok(found)
     }
 
@@ -131,6 +168,6 @@ impl fleet::Broker for Broker {
         for queue in queues.chain(DELAYS.map(|millis| delay_queue(run, millis))) {
             channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await?;
         }
-        Ok(connection.close(200, "done".into()).await?)
+        close(&connection, "done").await
     }
 }
