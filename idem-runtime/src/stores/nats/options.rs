@@ -1,0 +1,231 @@
+//! Settings, opening a store, and the check of its server and stream.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+use std::time::Duration;
+
+use async_nats::{ConnectOptions, ServerAddr};
+
+use super::access::{Access, Core};
+use super::bucket::{Bucket, StreamInfo, check_version};
+use super::failure::{misconfigured, unexpected};
+use super::link::ConnectPlan;
+use super::message::HEADER_BYTES;
+use super::subject::{MAX_BUCKET_BYTES, MAX_NAMESPACE_BYTES, prefix_of};
+use super::{NatsInner, NatsStore};
+use crate::clock::SystemClock;
+use crate::kit::replays::Replays;
+use crate::record::format::START_BYTES;
+use crate::store::{StoreContext, StoreError};
+use crate::sync::PerProcess;
+
+/// Settings of a [`NatsStore`].
+///
+/// ```no_run
+/// # async fn connect() -> Result<(), idem_runtime::StoreError> {
+/// # use std::time::Duration;
+/// use idem_runtime::NatsStore;
+/// let store = NatsStore::options()
+///     .bucket("orders")
+///     .num_replicas(3)
+///     .response_timeout(Duration::from_millis(500))
+///     .connect("nats://one.example.com,nats://two.example.com")
+///     .await?;
+/// # Ok(()) }
+/// ```
+#[derive(Clone)]
+pub struct NatsOptions {
+    bucket: String,
+    namespace: String,
+    holder: String,
+    response_timeout: Duration,
+    num_replicas: Option<usize>,
+    in_memory: bool,
+    certificates: Vec<PathBuf>,
+    client_certificate: Option<(PathBuf, PathBuf)>,
+}
+
+impl Default for NatsOptions {
+    fn default() -> Self {
+        Self {
+            bucket: "idem".to_owned(),
+            namespace: String::new(),
+            holder: String::new(),
+            response_timeout: Duration::from_secs(2),
+            num_replicas: None,
+            in_memory: false,
+            certificates: Vec::new(),
+            client_certificate: None,
+        }
+    }
+}
+
+impl fmt::Debug for NatsOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("NatsOptions")
+            .field("bucket", &self.bucket)
+            .field("namespace", &self.namespace)
+            .field("num_replicas", &self.num_replicas)
+            .field("response_timeout", &self.response_timeout)
+            .finish_non_exhaustive()
+    }
+}
+
+impl NatsOptions {
+    /// Name of the key-value bucket (default: `idem`): letters, digits, `-` and `_`, at most 64 bytes. The records are
+    /// the messages of the stream `KV_<bucket>`.
+    #[must_use]
+    pub fn bucket(self, bucket: impl Into<String>) -> Self {
+        Self { bucket: bucket.into(), ..self }
+    }
+
+    /// Name of this application, in front of every key in the bucket (default: none), at most 128 bytes. Applications
+    /// that share a bucket but must not share operations need different names.
+    #[must_use]
+    pub fn namespace(self, namespace: impl Into<String>) -> Self {
+        Self { namespace: namespace.into(), ..self }
+    }
+
+    /// Name of this handle in its records, next to host and process (default: none). The name shows who holds a key;
+    /// see [`Holder`](crate::store::Holder).
+    #[must_use]
+    pub fn holder(self, name: impl Into<String>) -> Self {
+        Self { holder: name.into(), ..self }
+    }
+
+    /// Time limit of one call of the store, including the time in which a broken connection is opened again (default:
+    /// 2 s). Keep this limit well below the shortest renewal interval (a third of the lease). After a time-out a write
+    /// may have taken effect; the engine repeats the write with the same owner token.
+    #[must_use]
+    pub fn response_timeout(self, response_timeout: Duration) -> Self {
+        Self { response_timeout, ..self }
+    }
+
+    /// Number of servers that keep each record (default: 1 if the store creates the stream, any number if the stream
+    /// exists). A stream with fewer replicas is refused. With 3 replicas a confirmed write survives the loss of one
+    /// server, because the majority of the servers has received it.
+    #[must_use]
+    pub fn num_replicas(self, num_replicas: usize) -> Self {
+        Self { num_replicas: Some(num_replicas), ..self }
+    }
+
+    /// Accepts, and creates, a stream that keeps its messages in memory (default: refused). A restart of its servers
+    /// forgets all records, and every operation can run again.
+    #[must_use]
+    pub fn in_memory(self, in_memory: bool) -> Self {
+        Self { in_memory, ..self }
+    }
+
+    /// Trusts the certificates in this file (PEM), next to those that the system trusts. Use `tls://` URLs.
+    #[must_use]
+    pub fn root_certificates(mut self, file: impl Into<PathBuf>) -> Self {
+        self.certificates.push(file.into());
+        self
+    }
+
+    /// Presents this certificate to the server. Both files are in the form PEM.
+    #[must_use]
+    pub fn client_certificate(self, certificate: impl Into<PathBuf>, key: impl Into<PathBuf>) -> Self {
+        Self { client_certificate: Some((certificate.into(), key.into())), ..self }
+    }
+
+    /// Connects to the servers at `url`; see [`NatsStore::connect`].
+    ///
+    /// # Errors
+    /// The errors of [`NatsStore::connect`].
+    ///
+    /// # Cancel safety
+    /// The call may be repeated.
+    pub async fn connect(self, url: &str) -> Result<NatsStore, StoreError> {
+        let bucket = self.checked_bucket()?;
+        let plan = self.plan(url)?;
+        let (clock, prefix) = (Arc::new(SystemClock::default()), prefix_of(&self.bucket, &self.namespace));
+        let connecting = |max_message: usize| {
+            // A journal leaves room for the other parts of the record, and for the longer provenance of a later attempt.
+            let journal = max_message.saturating_sub(HEADER_BYTES + 2 * START_BYTES);
+            let context = StoreContext::new("nats", Arc::<SystemClock>::clone(&clock)).system("nats");
+            Core {
+                context: Arc::new(context.held_by(&self.holder).max_journal_bytes(journal)),
+                plan: plan.clone(),
+                bucket: bucket.clone(),
+                namespace: self.namespace.clone(),
+                prefix: prefix.clone(),
+                response_timeout: self.response_timeout,
+                max_message: AtomicUsize::new(max_message),
+                server_clock: PerProcess::default(),
+                held: PerProcess::default(),
+                waiting: Arc::default(),
+                replays: Replays::new(),
+            }
+        };
+        // The limit of messages belongs to the state of the store, but only its server knows it.
+        let probe = NatsInner::new(Arc::new(connecting(0)));
+        let max_message = prepare(&probe.access()?).await?;
+        let store = NatsInner::new(Arc::new(connecting(max_message)));
+        store.access()?.ask_stream(|info, _| store.core().bucket.check(info)).await?;
+        Ok(NatsStore(store))
+    }
+
+    fn checked_bucket(&self) -> Result<Bucket, StoreError> {
+        let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_');
+        let Self { bucket, namespace, .. } = self;
+        if bucket.is_empty() || bucket.len() > MAX_BUCKET_BYTES || !bucket.bytes().all(is_plain) {
+            return Err(misconfigured(format!(
+                "`{bucket}` is no name of a bucket: use up to {MAX_BUCKET_BYTES} letters, digits, `-` and `_`"
+            )));
+        }
+        if namespace.len() > MAX_NAMESPACE_BYTES {
+            return Err(misconfigured(format!(
+                "the namespace has {} bytes, {MAX_NAMESPACE_BYTES} are allowed",
+                namespace.len()
+            )));
+        }
+        Ok(Bucket { replicas: self.num_replicas, in_memory: self.in_memory, ..Bucket::new(bucket) })
+    }
+
+    fn plan(&self, url: &str) -> Result<ConnectPlan, StoreError> {
+        let servers: Result<Vec<ServerAddr>, _> = url.split(',').map(|url| url.trim().parse()).collect();
+        // The error is left out, because it may quote the URL with its password.
+        let servers = servers.map_err(|_| misconfigured("the URL of NATS can't be read: write `nats://host:4222`"))?;
+        let named = if self.holder.is_empty() { "idem".to_owned() } else { format!("idem {}", self.holder) };
+        let mut options = ConnectOptions::new().name(named);
+        for file in &self.certificates {
+            options = options.add_root_certificates(file.clone());
+        }
+        if let Some((certificate, key)) = &self.client_certificate {
+            options = options.add_client_certificate(certificate.clone(), key.clone());
+        }
+        Ok(ConnectPlan { servers, options })
+    }
+}
+
+/// Checks the server, creates the stream unless it exists, and returns the largest message that both take, in bytes.
+async fn prepare(access: &Access<'_>) -> Result<usize, StoreError> {
+    let server = access.client().await?.server_info();
+    check_version(&server.version)?;
+    if !server.headers {
+        return Err(misconfigured("the server does not support headers of messages"));
+    }
+    let bucket = &access.core.bucket;
+    let checked = match access.ask_stream(|info, _| bucket.check(info)).await {
+        Err(error) if error.to_string().contains("stream not found") => {
+            create(access).await?;
+            access.ask_stream(|info, _| bucket.check(info)).await?
+        }
+        checked => checked?,
+    };
+    Ok(checked.unwrap_or(usize::MAX).min(server.max_payload))
+}
+
+/// Creates the stream. Another process may have created it meanwhile; the check of its settings follows.
+async fn create(access: &Access<'_>) -> Result<(), StoreError> {
+    let bucket = &access.core.bucket;
+    let answer = access.ask_api(&bucket.api("CREATE"), bucket.settings()).await?;
+    let info: StreamInfo<'_> = serde_json::from_slice(&answer).map_err(|_| unexpected("settings of a stream"))?;
+    match info.error {
+        Some(error) if !error.is_name_in_use() => Err(error.failed()),
+        _ => Ok(()),
+    }
+}
