@@ -1,7 +1,6 @@
 //! Access of an operation to its store: the state that all handles share, and the connection of the caller's runtime.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use async_nats::HeaderMap;
@@ -9,7 +8,7 @@ use bytes::Bytes;
 use serde::Deserialize;
 
 use super::bucket::{Bucket, StreamInfo};
-use super::failure::{ApiError, too_large, unexpected};
+use super::failure::{ApiError, misconfigured, too_large, unexpected};
 use super::held::{HeldRecord, HeldRecords};
 use super::link::{Ask, ConnectPlan, Link};
 use super::message::{Found, HEADER_BYTES, StoredRecord, WireMessage, body_of, headers, removal};
@@ -17,7 +16,6 @@ use super::server_clock::{Sample, ServerClock, ServerTime, after, read_time, sin
 use super::subject::subject_of;
 use crate::clock::{Clock, Instant};
 use crate::key::Key;
-use crate::kit::per_runtime::Here;
 use crate::kit::replays::Replays;
 use crate::kit::waiting::WaiterTable;
 use crate::record::format::millis;
@@ -35,7 +33,7 @@ pub(super) struct Core {
     pub(super) prefix: String,
     pub(super) response_timeout: Duration,
     /// Largest message that server and stream take, in bytes, with its headers.
-    pub(super) max_message: AtomicUsize,
+    pub(super) max_message: usize,
     pub(super) server_clock: PerProcess<ServerClock>,
     pub(super) held: PerProcess<HeldRecords>,
     pub(super) waiting: Arc<WaiterTable>,
@@ -95,7 +93,7 @@ impl Standing {
 /// The state of a store and the connection of one runtime, for one operation.
 pub(super) struct Access<'a> {
     pub(super) core: &'a Core,
-    pub(super) link: Here<'a, Link>,
+    pub(super) link: Arc<Link>,
     /// Time at which the operation must end.
     pub(super) until: Instant,
 }
@@ -146,7 +144,7 @@ impl Access<'_> {
 
     /// Refuses a record of `bytes` bytes if the stream would refuse it.
     pub(super) fn check_size(&self, bytes: usize) -> Result<(), StoreError> {
-        let most = self.core.max_message.load(Ordering::Relaxed).saturating_sub(HEADER_BYTES);
+        let most = self.core.max_message.saturating_sub(HEADER_BYTES);
         if bytes > most { Err(too_large(bytes, most)) } else { Ok(()) }
     }
 
@@ -210,17 +208,26 @@ impl Access<'_> {
         &self,
         read: impl FnOnce(&StreamInfo<'_>, Sample) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
+        let bucket = &self.core.bucket.name;
+        self.find_stream(read).await?.ok_or_else(|| misconfigured(format!("there is no bucket `{bucket}`")))
+    }
+
+    /// Asks like [`ask_stream`](Self::ask_stream). `None` if there is no stream.
+    pub(super) async fn find_stream<T>(
+        &self,
+        read: impl FnOnce(&StreamInfo<'_>, Sample) -> Result<T, StoreError>,
+    ) -> Result<Option<T>, StoreError> {
         let asked = self.clock().now();
         let answer = self.ask_api(&self.core.bucket.api("INFO"), Bytes::new()).await?;
         let answered = self.clock().now();
         let info: StreamInfo<'_> = serde_json::from_slice(&answer).map_err(|_| unexpected("settings of a stream"))?;
         if let Some(error) = &info.error {
-            return Err(error.failed());
+            return if error.is_no_stream() { Ok(None) } else { Err(error.failed()) };
         }
         let time = info.ts.as_deref().and_then(read_time).ok_or_else(|| unexpected("settings without a time"))?;
         let sample = Sample { time, asked, answered };
         self.core.server_clock.here().note(sample);
-        read(&info, sample)
+        read(&info, sample).map(Some)
     }
 
     /// Returns the remaining times of the record in `stored`; `None` if its retention has ended.

@@ -38,6 +38,10 @@ impl ApiError {
         self.err_code == NO_MESSAGE
     }
 
+    pub(super) fn is_no_stream(&self) -> bool {
+        self.err_code == NO_STREAM
+    }
+
     pub(super) fn is_name_in_use(&self) -> bool {
         self.err_code == STREAM_NAME_IN_USE
     }

@@ -130,7 +130,7 @@ store_of_shared!(NatsStore);
 struct NatsInner {
     this: Weak<NatsInner>,
     core: Arc<Core>,
-    runtimes: PerRuntime<Link>,
+    runtimes: PerRuntime<Arc<Link>>,
     /// The handle for renewals and late writes, made at its first use; `None` in that handle itself.
     upkeep: Option<SharedOnce<Arc<NatsInner>>>,
 }
@@ -145,23 +145,24 @@ impl fmt::Debug for NatsInner {
 }
 
 impl NatsInner {
-    fn new(core: Arc<Core>) -> Arc<Self> {
-        Self::on(core, Some(SharedOnce::new()))
+    /// Makes the first handle of a store. `connected` is the connection of the current runtime, if there is one.
+    fn new(core: Arc<Core>, connected: Option<Arc<Link>>) -> Arc<Self> {
+        let store = Self::on(core, Some(SharedOnce::new()));
+        if let Some(connected) = connected {
+            store.runtimes.here(|_| connected);
+        }
+        store
     }
 
     fn on(core: Arc<Core>, upkeep: Option<SharedOnce<Arc<Self>>>) -> Arc<Self> {
         Arc::new_cyclic(|this| Self { this: this.clone(), core, runtimes: PerRuntime::default(), upkeep })
     }
 
-    fn core(&self) -> &Core {
-        &self.core
-    }
-
     /// Returns the shared state and the connection of the current runtime, for one operation. Fails outside a tokio
     /// runtime.
     fn access(&self) -> Result<Access<'_>, StoreError> {
         let core = &*self.core;
-        let link = self.runtimes.here(|_| Link::default());
+        let link = self.runtimes.here(|_| Arc::default()).map(|link| Arc::clone(&link));
         let link = link.ok_or_else(|| misconfigured("no tokio runtime: call the store from inside one"))?;
         Ok(Access { core, link, until: core.clock().now().saturating_add(core.response_timeout) })
     }

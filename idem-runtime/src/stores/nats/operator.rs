@@ -1,6 +1,5 @@
 //! Work of operators: inspections, decisions about single records, and lists of records.
 
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use async_nats::{Message, StatusCode};
@@ -181,7 +180,7 @@ async fn fetch(access: &Access<'_>, consumer: &str) -> Result<(Vec<Message>, boo
     let inbox = client.new_inbox();
     let stopped = || unavailable("the connection to NATS was closed during a list");
     let mut answers = client.subscribe(inbox.clone()).await.map_err(|_| stopped())?;
-    let most = PAGE_BYTES.max(2 * access.core.max_message.load(Ordering::Relaxed));
+    let most = PAGE_BYTES.max(2 * access.core.max_message);
     let question = serde_json::json!({ "batch": READ_AT_ONCE, "max_bytes": most, "no_wait": true }).to_string();
     let subject = format!("$JS.API.CONSUMER.MSG.NEXT.{}.{consumer}", access.core.bucket.stream);
     client.publish_with_reply(subject, inbox, question.into()).await.map_err(|_| stopped())?;

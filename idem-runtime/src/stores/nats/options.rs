@@ -3,7 +3,6 @@
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
 use async_nats::{ConnectOptions, ServerAddr};
@@ -118,7 +117,8 @@ impl NatsOptions {
         Self { in_memory, ..self }
     }
 
-    /// Trusts the certificates in this file (PEM), next to those that the system trusts. Use `tls://` URLs.
+    /// Trusts the certificates in this file (PEM) in place of those that the system trusts. Several calls add several
+    /// files. Use `tls://` URLs, or a server that requires TLS.
     #[must_use]
     pub fn root_certificates(mut self, file: impl Into<PathBuf>) -> Self {
         self.certificates.push(file.into());
@@ -142,7 +142,8 @@ impl NatsOptions {
         let bucket = self.checked_bucket()?;
         let plan = self.plan(url)?;
         let (clock, prefix) = (Arc::new(SystemClock::default()), prefix_of(&self.bucket, &self.namespace));
-        let connecting = |max_message: usize| {
+        let waiting = Arc::default();
+        let core = |max_message: usize| {
             // A journal leaves room for the other parts of the record, and for the longer provenance of a later attempt.
             let journal = max_message.saturating_sub(HEADER_BYTES + 2 * START_BYTES);
             let context = StoreContext::new("nats", Arc::<SystemClock>::clone(&clock)).system("nats");
@@ -153,19 +154,23 @@ impl NatsOptions {
                 namespace: self.namespace.clone(),
                 prefix: prefix.clone(),
                 response_timeout: self.response_timeout,
-                max_message: AtomicUsize::new(max_message),
+                max_message,
                 server_clock: PerProcess::default(),
                 held: PerProcess::default(),
-                waiting: Arc::default(),
+                waiting: Arc::clone(&waiting),
                 replays: Replays::new(),
             }
         };
-        // The limit of messages belongs to the state of the store, but only its server knows it.
-        let probe = NatsInner::new(Arc::new(connecting(0)));
-        let max_message = prepare(&probe.access()?).await?;
-        let store = NatsInner::new(Arc::new(connecting(max_message)));
-        store.access()?.ask_stream(|info, _| store.core().bucket.check(info)).await?;
-        Ok(NatsStore(store))
+        // The limit of messages belongs to the state of the store, but only the server knows it. So a first handle asks
+        // the server, and its connection and clock become those of the store.
+        let probe = NatsInner::new(Arc::new(core(0)), None);
+        let access = probe.access()?;
+        let max_message = prepare(&access).await?;
+        let core = core(max_message);
+        if let Some(sample) = access.core.server_clock.here().latest() {
+            core.server_clock.here().note(sample);
+        }
+        Ok(NatsStore(NatsInner::new(Arc::new(core), Some(access.link))))
     }
 
     fn checked_bucket(&self) -> Result<Bucket, StoreError> {
@@ -189,6 +194,7 @@ impl NatsOptions {
         let servers: Result<Vec<ServerAddr>, _> = url.split(',').map(|url| url.trim().parse()).collect();
         // The error is left out, because it may quote the URL with its password.
         let servers = servers.map_err(|_| misconfigured("the URL of NATS can't be read: write `nats://host:4222`"))?;
+        provide_cryptography();
         let named = if self.holder.is_empty() { "idem".to_owned() } else { format!("idem {}", self.holder) };
         let mut options = ConnectOptions::new().name(named);
         for file in &self.certificates {
@@ -201,6 +207,11 @@ impl NatsOptions {
     }
 }
 
+/// Installs a cryptography provider unless the application has chosen one: without any provider, TLS would panic.
+fn provide_cryptography() {
+    let _ = async_nats::rustls::crypto::ring::default_provider().install_default();
+}
+
 /// Checks the server, creates the stream unless it exists, and returns the largest message that both take, in bytes.
 async fn prepare(access: &Access<'_>) -> Result<usize, StoreError> {
     let server = access.client().await?.server_info();
@@ -209,12 +220,12 @@ async fn prepare(access: &Access<'_>) -> Result<usize, StoreError> {
         return Err(misconfigured("the server does not support headers of messages"));
     }
     let bucket = &access.core.bucket;
-    let checked = match access.ask_stream(|info, _| bucket.check(info)).await {
-        Err(error) if error.to_string().contains("stream not found") => {
+    let checked = match access.find_stream(|info, _| bucket.check(info)).await? {
+        Some(checked) => checked,
+        None => {
             create(access).await?;
             access.ask_stream(|info, _| bucket.check(info)).await?
         }
-        checked => checked?,
     };
     Ok(checked.unwrap_or(usize::MAX).min(server.max_payload))
 }

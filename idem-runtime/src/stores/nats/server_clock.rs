@@ -33,16 +33,20 @@ impl ServerClock {
         *lock(&self.0) = Some(sample);
     }
 
+    pub(super) fn latest(&self) -> Option<Sample> {
+        *lock(&self.0)
+    }
+
     /// Returns the range of times within which the leader's clock is at `now`, by an answer that is not too old.
     pub(super) fn range(&self, now: Instant) -> Option<[ServerTime; 2]> {
-        let sample = (*lock(&self.0))?;
+        let sample = self.latest()?;
         (now.saturating_since(sample.answered) < FRESH_FOR)
             .then(|| [sample.answered, sample.asked].map(|since| after(sample.time, now.saturating_since(since))))
     }
 
     /// Returns the approximate time of the leader's clock at `now`, for people; `None` before the first answer.
     pub(super) fn about(&self, now: Instant) -> Option<ServerTime> {
-        let sample = (*lock(&self.0))?;
+        let sample = self.latest()?;
         Some(after(sample.time, now.saturating_since(sample.answered)))
     }
 }

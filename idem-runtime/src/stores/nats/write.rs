@@ -61,7 +61,7 @@ pub(super) async fn change(access: &Access<'_>, lease: &Lease, change: Change<'_
         pause_before(look, access.clock()).await;
         // The first look uses the record as this process has written it, if nothing depends on the server's clock.
         let held = if look == 0 { access.core.held.here().get(lease.owner) } else { None };
-        let known = held.and_then(|held| known(access, held));
+        let known = held.and_then(|held| known(access, &held));
         let (sequence, record, times, lapses_in) = match known {
             Some(known) => known,
             None => match read(access, &subject).await? {
@@ -94,7 +94,7 @@ pub(super) async fn change(access: &Access<'_>, lease: &Lease, change: Change<'_
 type Changeable = (u64, Record, [u64; 2], Duration);
 
 /// Returns the record in `held`, if its lease certainly holds: the leader stored it after the request was sent.
-fn known(access: &Access<'_>, held: HeldRecord) -> Option<Changeable> {
+fn known(access: &Access<'_>, held: &HeldRecord) -> Option<Changeable> {
     let record = format::decode(&held.body).ok()?;
     let State::Pending { lease, .. } = record.state else { return None };
     let passed = access.clock().now().saturating_since(held.sent);
