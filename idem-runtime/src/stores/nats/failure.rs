@@ -60,7 +60,7 @@ impl ApiError {
             // No leader, a peer that is behind, or a server that starts.
             10004 | 10005 | 10006 | 10008 | 10009 | 10014 | 10041 => Unavailable,
             // JetStream or per-message TTLs are off, the stream is sealed, mirrored or missing.
-            10007 | 10033 | 10035 | 10039 | 10076 | 10109 | 10165 | 10166 | NO_STREAM | STREAM_NAME_IN_USE => {
+            10007 | 10033 | 10074 | 10035 | 10039 | 10076 | 10109 | 10165 | 10166 | NO_STREAM | STREAM_NAME_IN_USE => {
                 Misconfigured
             }
             _ => Unconfirmed,

@@ -90,6 +90,8 @@ impl Ask {
 pub(super) struct Link {
     client: OnceCell<Client>,
     events: Arc<Events>,
+    /// Value of `Events::breaks` for which the store has asked the driver to open the connection anew, plus one.
+    replaced: AtomicU64,
     pub(super) watches: Watches,
 }
 
@@ -159,6 +161,7 @@ impl Link {
         let size = payload.len();
         let mut count = self.events.count.subscribe();
         let breaks = self.events.breaks.load(Ordering::Relaxed);
+        let heard = client.statistics().in_messages.load(Ordering::Relaxed);
         let asked = Request::new().payload(payload).timeout(None);
         let asked = match headers {
             Some(headers) => asked.headers(headers),
@@ -194,7 +197,21 @@ impl Link {
                 }
             }),
             Either::Right((Some(failed), _)) => Err(failed),
-            Either::Right((None, _)) => Err(kind.unanswered("NATS did not answer in time")),
+            Either::Right((None, _)) => {
+                if client.statistics().in_messages.load(Ordering::Relaxed) == heard {
+                    self.replace(client, breaks);
+                }
+                Err(kind.unanswered("NATS did not answer in time"))
+            }
+        }
+    }
+
+    /// Opens the connection anew, once for each connection: nothing has arrived on it while a request waited for its
+    /// answer, so its route may have changed, and the connection would stay silent forever.
+    fn replace(&self, client: &Client, breaks: u64) {
+        if self.replaced.fetch_max(breaks + 1, Ordering::Relaxed) <= breaks {
+            let client = client.clone();
+            tokio::spawn(async move { client.force_reconnect().await.ok() });
         }
     }
 }
