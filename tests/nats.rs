@@ -154,7 +154,7 @@ async fn a_stream_that_has_changed_fails_a_ping() {
 
 #[tokio::test]
 async fn a_wrong_login_is_refused_without_showing_the_password() {
-    let server = NatsServer::start_with(Kind::Nats, "authorization { user: shop, password: right }");
+    let server = NatsServer::start_with(Kind::Nats, r#"authorization { user: shop, password: "r@ght" }"#);
     let port = server.port();
     for url in ["nats://shop:secret@", "nats://secret@", "nats://"] {
         let error = refusal(NatsStore::options(), &format!("{url}127.0.0.1:{port}")).await;
@@ -163,8 +163,31 @@ async fn a_wrong_login_is_refused_without_showing_the_password() {
     }
     let error = refusal(NatsStore::options(), "nats://shop:secret@:x:y").await;
     assert!(!format!("{error:?}").contains("secret"), "{error:?}");
-    let store = NatsStore::connect(&format!("nats://shop:right@127.0.0.1:{port}")).await.expect("connects");
-    assert!(!format!("{store:?}").contains("right"));
+    let store = NatsStore::connect(&format!("nats://shop:r%40ght@127.0.0.1:{port}")).await.expect("connects");
+    assert!(!format!("{store:?}").contains("ght"));
+}
+
+#[tokio::test]
+async fn a_store_logs_in_with_an_nkey_or_credentials() {
+    // A pair of the documentation of NATS.
+    let (public, seed) = (
+        "UDXU4RCSJNZOIQHZNWXHXORDPRTGNJAHAHFRGZNEEJCPQTT2M7NLCNF4",
+        "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY",
+    );
+    let server = NatsServer::start_with(Kind::Nats, &format!("authorization {{ users: [ {{ nkey: {public} }} ] }}"));
+    let store = NatsStore::options().nkey(seed).connect(&server.url()).await.expect("the key is known");
+    assert_eq!(call(&store, "k", &AtomicU32::new(0)).await.0.unwrap(), 1);
+    let file = server.folder().join("login.creds");
+    for content in [None, Some("no credentials")] {
+        if let Some(content) = content {
+            std::fs::write(&file, content).unwrap();
+        }
+        let error = refusal(NatsStore::options().credentials_file(&file), &server.url()).await;
+        assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
+        assert!(error.to_string().contains("login.creds"), "{error}");
+    }
+    let error = refusal(NatsStore::options().nkey("SUNONSENSE"), &server.url()).await;
+    assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
 }
 
 #[tokio::test]

@@ -44,6 +44,8 @@ pub struct NatsOptions {
     in_memory: bool,
     certificates: Vec<PathBuf>,
     client_certificate: Option<(PathBuf, PathBuf)>,
+    credentials_file: Option<PathBuf>,
+    nkey: Option<String>,
 }
 
 impl Default for NatsOptions {
@@ -57,6 +59,8 @@ impl Default for NatsOptions {
             in_memory: false,
             certificates: Vec::new(),
             client_certificate: None,
+            credentials_file: None,
+            nkey: None,
         }
     }
 }
@@ -131,6 +135,19 @@ impl NatsOptions {
         Self { client_certificate: Some((certificate.into(), key.into())), ..self }
     }
 
+    /// Logs in with the credentials in this file (`.creds`: a JWT and the seed of its key), which is read once, by
+    /// [`connect`](Self::connect). Another login is a user and password, or a token, in the URL.
+    #[must_use]
+    pub fn credentials_file(self, file: impl Into<PathBuf>) -> Self {
+        Self { credentials_file: Some(file.into()), ..self }
+    }
+
+    /// Logs in with the NKey of this seed (`SU…`).
+    #[must_use]
+    pub fn nkey(self, seed: impl Into<String>) -> Self {
+        Self { nkey: Some(seed.into()), ..self }
+    }
+
     /// Connects to the servers at `url`; see [`NatsStore::connect`].
     ///
     /// # Errors
@@ -197,6 +214,23 @@ impl NatsOptions {
         provide_cryptography();
         let named = if self.holder.is_empty() { "idem".to_owned() } else { format!("idem {}", self.holder) };
         let mut options = ConnectOptions::new().name(named);
+        // The driver ignores the login in a URL.
+        if let Some((user, password)) = servers.iter().find_map(login_of) {
+            options = match password {
+                Some(password) => options.user_and_password(user, password),
+                None => options.token(user),
+            };
+        }
+        if let Some(seed) = &self.nkey {
+            options = options.nkey(seed.clone());
+        }
+        if let Some(file) = &self.credentials_file {
+            let unreadable = |error| misconfigured(format!("{} can't be read: {error}", file.display()));
+            let credentials = std::fs::read_to_string(file).map_err(unreadable)?;
+            options = options
+                .credentials(&credentials)
+                .map_err(|_| misconfigured(format!("{} holds no credentials", file.display())))?;
+        }
         for file in &self.certificates {
             options = options.add_root_certificates(file.clone());
         }
@@ -205,6 +239,32 @@ impl NatsOptions {
         }
         Ok(ConnectPlan { servers, options })
     }
+}
+
+/// Returns the user and the password in a URL, or a token.
+fn login_of(server: &ServerAddr) -> Option<(String, Option<String>)> {
+    let user = server.username().map(decoded)?;
+    Some((user, server.password().map(decoded)))
+}
+
+/// Returns `text` without the percent encoding of URLs.
+fn decoded(text: &str) -> String {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let [first, after @ ..] = rest {
+        let digits = after.get(..2).and_then(|digits| std::str::from_utf8(digits).ok());
+        match digits.and_then(|digits| u8::from_str_radix(digits, 16).ok()).filter(|_| *first == b'%') {
+            Some(byte) => {
+                bytes.push(byte);
+                rest = &after[2..];
+            }
+            None => {
+                bytes.push(*first);
+                rest = after;
+            }
+        }
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 /// Installs a cryptography provider unless the application has chosen one: without any provider, TLS would panic.
