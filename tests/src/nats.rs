@@ -176,6 +176,15 @@ impl NatsServer {
         BufReader::new(stream).read_line(&mut line).is_ok() && line.contains(r#""jetstream":true"#)
     }
 
+    /// Gives the running server another configuration.
+    pub fn configure(&self, lines: &str) {
+        std::fs::write(self.folder.join("nats.conf"), lines).expect("can be written");
+        let reloads = || self.log().matches("Reloaded server configuration").count();
+        let before = reloads();
+        self.signal("-HUP");
+        crate::server::wait_until("the server has read its configuration", || reloads() > before);
+    }
+
     /// Kills the process (`kill -9`).
     pub fn kill(&mut self) {
         if let Some(mut child) = self.child.take() {
@@ -194,5 +203,48 @@ impl Drop for NatsServer {
     fn drop(&mut self) {
         self.kill();
         std::fs::remove_dir_all(&self.folder).ok();
+    }
+}
+
+/// Three servers of one cluster.
+#[derive(Debug)]
+pub struct NatsCluster {
+    pub servers: Vec<NatsServer>,
+}
+
+impl NatsCluster {
+    /// Starts three servers, and creates a bucket of this name with three replicas.
+    ///
+    /// # Panics
+    /// If the cluster can't hold the bucket.
+    pub async fn start(bucket: &str) -> Self {
+        let routes = [free_port(), free_port(), free_port()];
+        let all = routes.map(|port| format!("nats://127.0.0.1:{port}")).join(", ");
+        let servers = routes.iter().enumerate().map(|(n, port)| {
+            let cluster = format!("cluster {{ name: idem, listen: \"127.0.0.1:{port}\", routes: [{all}] }}");
+            NatsServer::start_with(Kind::Nats, &format!("server_name: node{n}\n{cluster}\n"))
+        });
+        let cluster = Self { servers: servers.collect() };
+        crate::server::until("the cluster has created the bucket", async || {
+            NatsStore::options().bucket(bucket).num_replicas(3).connect(&cluster.url()).await.is_ok()
+        })
+        .await;
+        cluster
+    }
+
+    /// URLs of all servers.
+    pub fn url(&self) -> String {
+        self.servers.iter().map(NatsServer::url).collect::<Vec<_>>().join(",")
+    }
+
+    /// Index of the server that leads the stream of the bucket, as the running server `asked` names it.
+    ///
+    /// # Panics
+    /// If the server can't be reached.
+    pub async fn leader(&self, asked: usize, bucket: &str) -> Option<usize> {
+        let client = async_nats::connect(self.servers[asked].url()).await.expect("connects");
+        let answer = client.request(format!("$JS.API.STREAM.INFO.KV_{bucket}"), "".into()).await.ok()?;
+        let info: serde_json::Value = serde_json::from_slice(&answer.payload).ok()?;
+        info["cluster"]["leader"].as_str()?.strip_prefix("node")?.parse().ok()
     }
 }

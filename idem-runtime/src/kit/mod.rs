@@ -5,7 +5,7 @@
 pub(crate) mod lanes;
 #[cfg(any(feature = "redis", feature = "postgres", feature = "dynamodb", feature = "nats"))]
 pub(crate) mod looks;
-#[cfg(any(feature = "redis", feature = "postgres"))]
+#[cfg(any(feature = "redis", feature = "postgres", feature = "nats"))]
 pub(crate) mod lookup;
 #[cfg(any(feature = "redis", feature = "postgres"))]
 pub(crate) mod metered;

@@ -73,7 +73,12 @@ impl Bucket {
 
     /// Returns the settings with which the store creates the stream: those of a key-value bucket with per-message
     /// retention, except that no header of a message can remove other records.
-    pub(super) fn settings(&self) -> String {
+    ///
+    /// `first` is the first sequence number. Writes name sequence numbers, so a stream that replaces a deleted one must
+    /// not use the same numbers again: a late write of an attempt from before the deletion could replace a record of
+    /// the new stream. The microseconds since 1970 are larger than all numbers of an earlier stream that has stored
+    /// less than a million messages a second.
+    pub(super) fn settings(&self, first: u64) -> String {
         serde_json::json!({
             "name": self.stream,
             "description": "records of idempotent operations",
@@ -83,6 +88,7 @@ impl Bucket {
             "num_replicas": self.replicas.unwrap_or(1),
             "discard": "new",
             "max_msgs_per_subject": 1,
+            "first_seq": first.max(1),
             "max_msgs": -1,
             "max_bytes": -1,
             "max_age": 0,
@@ -170,7 +176,7 @@ mod tests {
     use crate::store::StoreErrorKind;
 
     fn check(bucket: &Bucket, changed: &[(&str, serde_json::Value)]) -> Result<Option<usize>, StoreError> {
-        let mut config: serde_json::Value = serde_json::from_str(&bucket.settings()).expect("JSON");
+        let mut config: serde_json::Value = serde_json::from_str(&bucket.settings(1)).expect("JSON");
         for (name, value) in changed {
             config[*name] = value.clone();
         }

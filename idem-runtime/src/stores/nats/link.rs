@@ -14,6 +14,7 @@ use super::failure::{misconfigured, not_connected, too_large, unavailable};
 use super::wake::Watches;
 use crate::clock::{Clock, Instant};
 use crate::combine::race;
+use crate::kit::lookup;
 use crate::kit::waiting::WaiterTable;
 use crate::store::{StoreError, StoreErrorKind};
 use crate::sync::{Mutex, lock};
@@ -107,6 +108,8 @@ impl Link {
         if let Some(client) = self.client.get() {
             return Ok(client);
         }
+        let hosts = plan.servers.iter().map(ServerAddr::host);
+        lookup::check(hosts).map_err(|error| unavailable(format!("the host of NATS can't be looked up: {error}")))?;
         let left = until.saturating_since(clock.now());
         let open = async {
             let (events, waiting) = (Arc::clone(&self.events), Arc::clone(waiting));

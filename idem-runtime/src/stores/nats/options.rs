@@ -293,7 +293,8 @@ async fn prepare(access: &Access<'_>) -> Result<usize, StoreError> {
 /// Creates the stream. Another process may have created it meanwhile; the check of its settings follows.
 async fn create(access: &Access<'_>) -> Result<(), StoreError> {
     let bucket = &access.core.bucket;
-    let answer = access.ask_api(&bucket.api("CREATE"), bucket.settings()).await?;
+    let first = u64::try_from(access.clock().wall().as_micros()).unwrap_or(1);
+    let answer = access.ask_api(&bucket.api("CREATE"), bucket.settings(first)).await?;
     let info: StreamInfo<'_> = serde_json::from_slice(&answer).map_err(|_| unexpected("settings of a stream"))?;
     match info.error {
         Some(error) if !error.is_name_in_use() => Err(error.failed()),
