@@ -209,6 +209,7 @@ impl Drop for NatsServer {
 /// Three servers of one cluster.
 #[derive(Debug)]
 pub struct NatsCluster {
+    /// The servers, which are called `node0` to `node2`.
     pub servers: Vec<NatsServer>,
 }
 
