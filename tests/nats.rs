@@ -129,7 +129,8 @@ async fn streams_that_could_lose_or_change_a_record_are_refused() {
         let error = refusal(NatsStore::options().bucket(&bucket), &server.url()).await;
         assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{changes:?}: {error}");
     }
-    let in_memory = NatsStore::options().bucket("bad6").in_memory(true).connect(&server.url()).await.expect("asked for");
+    let in_memory =
+        NatsStore::options().bucket("bad6").in_memory(true).connect(&server.url()).await.expect("asked for");
     assert_eq!(call(&in_memory, "k", &AtomicU32::new(0)).await.0.unwrap(), 1);
 }
 

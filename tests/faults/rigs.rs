@@ -781,7 +781,8 @@ impl Nats {
         let leader = cluster.leader(0, BUCKET).await.expect("a leader");
         cluster.servers[leader].kill();
         let other = (leader + 1) % 3;
-        until("another server leads", async || cluster.leader(other, BUCKET).await.is_some_and(|it| it != leader)).await;
+        until("another server leads", async || cluster.leader(other, BUCKET).await.is_some_and(|it| it != leader))
+            .await;
         cluster.servers[leader].run();
     }
 }

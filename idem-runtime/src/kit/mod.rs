@@ -13,11 +13,5 @@ pub(crate) mod metered;
 pub(crate) mod per_runtime;
 #[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite", feature = "nats"))]
 pub(crate) mod replays;
-#[cfg(any(
-    feature = "redis",
-    feature = "postgres",
-    feature = "sqlite",
-    feature = "dynamodb",
-    feature = "nats"
-))]
+#[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite", feature = "dynamodb", feature = "nats"))]
 pub(crate) mod waiting;

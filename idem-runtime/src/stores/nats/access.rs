@@ -11,7 +11,7 @@ use super::bucket::{Bucket, StreamInfo};
 use super::failure::{ApiError, misconfigured, too_large, unexpected};
 use super::held::{HeldRecord, HeldRecords};
 use super::link::{Ask, ConnectPlan, Link};
-use super::message::{Found, HEADER_BYTES, StoredRecord, WireMessage, body_of, headers, removal};
+use super::message::{HEADER_BYTES, LastMessage, StoredRecord, WireMessage, body_of, headers, removal};
 use super::server_clock::{Sample, ServerClock, ServerTime, after, read_time, since};
 use super::subject::subject_of;
 use crate::clock::{Clock, Instant};
@@ -24,7 +24,7 @@ use crate::store::{StoreContext, StoreError};
 use crate::sync::PerProcess;
 
 /// State that all handles of a store share.
-pub(super) struct Core {
+pub(super) struct NatsCore {
     pub(super) context: Arc<StoreContext>,
     pub(super) plan: ConnectPlan,
     pub(super) bucket: Bucket,
@@ -40,7 +40,7 @@ pub(super) struct Core {
     pub(super) replays: Replays,
 }
 
-impl Core {
+impl NatsCore {
     pub(super) fn clock(&self) -> &dyn Clock {
         self.context.clock()
     }
@@ -67,7 +67,7 @@ pub(super) enum WriteOutcome {
 
 /// Remaining times of a record.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Standing {
+pub(super) struct TimesLeft {
     /// Time of the leader's clock.
     pub(super) now: ServerTime,
     /// Time until the retention ends; `Duration::MAX` if it never ends, zero never.
@@ -76,7 +76,7 @@ pub(super) struct Standing {
     pub(super) lapses_in: Duration,
 }
 
-impl Standing {
+impl TimesLeft {
     /// Returns the remaining times at `now`; `None` if the retention has ended.
     pub(super) fn at(now: ServerTime, stored: &StoredRecord, record: &Record) -> Option<Self> {
         let end = |millis| after(stored.stored_at, Duration::from_millis(millis));
@@ -92,7 +92,7 @@ impl Standing {
 
 /// The state of a store and the connection of one runtime, for one operation.
 pub(super) struct Access<'a> {
-    pub(super) core: &'a Core,
+    pub(super) core: &'a NatsCore,
     pub(super) link: Arc<Link>,
     /// Time at which the operation must end.
     pub(super) until: Instant,
@@ -191,12 +191,12 @@ impl Access<'_> {
     }
 
     /// Reads the last message on `subject`, from the leader of the stream.
-    pub(super) async fn get(&self, subject: &str) -> Result<Found, StoreError> {
+    pub(super) async fn get(&self, subject: &str) -> Result<LastMessage, StoreError> {
         let question = serde_json::json!({ "last_by_subj": subject }).to_string();
         let answer = self.ask_api(&self.core.bucket.api("MSG.GET"), question).await?;
         let answer: GetAnswer<'_> = serde_json::from_slice(&answer).map_err(|_| unexpected("a message"))?;
         match answer {
-            GetAnswer { error: Some(error), .. } if error.is_no_message() => Ok(Found::Absent(0)),
+            GetAnswer { error: Some(error), .. } if error.is_no_message() => Ok(LastMessage::Absent(0)),
             GetAnswer { error: Some(error), .. } => Err(error.failed()),
             GetAnswer { message: Some(message), .. } => message.read().ok_or_else(|| unexpected("a message")),
             GetAnswer { .. } => Err(unexpected("no message and no error")),
@@ -238,14 +238,14 @@ impl Access<'_> {
         &self,
         stored: &StoredRecord,
         record: &Record,
-    ) -> Result<Option<Standing>, StoreError> {
+    ) -> Result<Option<TimesLeft>, StoreError> {
         let range = self.core.server_clock.here().range(self.clock().now());
-        let known = range.and_then(|[_, latest]| Standing::at(latest, stored, record));
+        let known = range.and_then(|[_, latest]| TimesLeft::at(latest, stored, record));
         if let Some(known) = known.filter(|known| !record.is_pending() || !known.lapses_in.is_zero()) {
             return Ok(Some(known));
         }
         let now = self.ask_stream(|_, sample| Ok(sample.time)).await?;
-        Ok(Standing::at(now, stored, record))
+        Ok(TimesLeft::at(now, stored, record))
     }
 
     pub(super) fn forget(&self, owner: OwnerToken) {

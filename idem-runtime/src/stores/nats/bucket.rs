@@ -138,7 +138,10 @@ impl Bucket {
                 config.storage != "file" && !self.in_memory,
                 "it keeps records in memory, and forgets them at a restart; see `NatsOptions::in_memory`".to_owned(),
             ),
-            (config.persist_mode == "async", "`persist_mode` is `async`: it confirms what it has not written".to_owned()),
+            (
+                config.persist_mode == "async",
+                "`persist_mode` is `async`: it confirms what it has not written".to_owned(),
+            ),
             (config.no_ack, "`no_ack` is set, so no write would be confirmed".to_owned()),
             (config.sealed, "it is sealed".to_owned()),
             (config.allow_msg_counter, "it holds counters".to_owned()),

@@ -5,7 +5,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_nats::connection::State;
-use async_nats::{Client, ConnectOptions, Event, HeaderMap, Message, Request, RequestErrorKind, ServerAddr, ServerError};
+use async_nats::{
+    Client, ConnectOptions, Event, HeaderMap, Message, Request, RequestErrorKind, ServerAddr, ServerError,
+};
 use bytes::Bytes;
 use futures_util::future::{Either, select};
 use tokio::sync::{OnceCell, watch};
@@ -220,6 +222,9 @@ impl Link {
 }
 
 /// Returns the output of `future`, or `None` once `limit` is ready.
-fn race_of<F: Future + Unpin>(future: F, limit: crate::clock::Sleep) -> impl Future<Output = Option<F::Output>> + Unpin {
+fn race_of<F: Future + Unpin>(
+    future: F,
+    limit: crate::clock::Sleep,
+) -> impl Future<Output = Option<F::Output>> + Unpin {
     Box::pin(race(future, limit))
 }

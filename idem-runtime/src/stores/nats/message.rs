@@ -39,7 +39,7 @@ pub(super) struct StoredRecord {
 
 /// The last message on a subject.
 #[derive(Debug)]
-pub(super) enum Found {
+pub(super) enum LastMessage {
     /// There is no record. A write has to expect this sequence number: 0, or that of a message which says that the
     /// record was removed.
     Absent(u64),
@@ -93,7 +93,7 @@ pub(super) struct WireMessage<'a> {
 
 impl WireMessage<'_> {
     /// Returns the record in the message. `None` if the message is not as servers write messages.
-    pub(super) fn read(&self) -> Option<Found> {
+    pub(super) fn read(&self) -> Option<LastMessage> {
         let decoded = |part: &Option<Cow<'_, str>>| {
             part.as_ref().map_or(Some(Vec::new()), |part| BASE64_STANDARD.decode(part.as_bytes()).ok())
         };
@@ -102,16 +102,21 @@ impl WireMessage<'_> {
             headers.lines().filter_map(|line| line.split_once(':')).find(|(it, _)| it.eq_ignore_ascii_case(name))
         };
         if header(OPERATION).is_some() || header(MARKER).is_some() {
-            return Some(Found::Absent(self.seq));
+            return Some(LastMessage::Absent(self.seq));
         }
         let retention = header(RETENTION).and_then(|(_, value)| value.trim().parse().ok());
         let body = decoded(&self.data)?.into();
-        Some(Found::Record(StoredRecord { sequence: self.seq, stored_at: read_time(&self.time)?, retention, body }))
+        Some(LastMessage::Record(StoredRecord {
+            sequence: self.seq,
+            stored_at: read_time(&self.time)?,
+            retention,
+            body,
+        }))
     }
 }
 
 /// Reads a message that a consumer delivers, with its sequence number and the time at which it was stored.
-pub(super) fn read_delivered(message: &async_nats::Message) -> Option<(String, Found)> {
+pub(super) fn read_delivered(message: &async_nats::Message) -> Option<(String, LastMessage)> {
     // $JS.ACK.<stream>.<consumer>.<deliveries>.<sequence>.<number>.<time>.<pending>, since 2.10 optionally with the
     // domain and the account after `ACK`, and with a random token at the end.
     let reply = message.reply.as_deref()?;
@@ -121,10 +126,10 @@ pub(super) fn read_delivered(message: &async_nats::Message) -> Option<(String, F
     let stored_at = tokens.get(first + 3)?.parse().ok()?;
     let header = |name: &str| message.headers.as_ref().and_then(|headers| headers.get(name));
     let found = if header(OPERATION).is_some() || header(MARKER).is_some() {
-        Found::Absent(sequence)
+        LastMessage::Absent(sequence)
     } else {
         let retention = header(RETENTION).and_then(|value| value.as_str().trim().parse().ok());
-        Found::Record(StoredRecord { sequence, stored_at, retention, body: message.payload.clone() })
+        LastMessage::Record(StoredRecord { sequence, stored_at, retention, body: message.payload.clone() })
     };
     Some((message.subject.to_string(), found))
 }
@@ -141,7 +146,7 @@ pub(super) fn may_end_a_wait(body: &[u8]) -> bool {
 mod tests {
     use super::*;
 
-    fn read(json: &str) -> Option<Found> {
+    fn read(json: &str) -> Option<LastMessage> {
         serde_json::from_str::<WireMessage<'_>>(json).ok()?.read()
     }
 
@@ -160,11 +165,11 @@ mod tests {
         let encoded = |headers: &str| BASE64_STANDARD.encode(headers);
         for headers in ["NATS/1.0\r\nKV-Operation: DEL\r\n\r\n", "NATS/1.0\r\nNats-Marker-Reason: MaxAge\r\n\r\n"] {
             let json = format!(r#"{{"seq":3,"hdrs":"{}","time":"2026-11-27T16:19:23Z"}}"#, encoded(headers));
-            assert!(matches!(read(&json), Some(Found::Absent(3))), "{headers}");
+            assert!(matches!(read(&json), Some(LastMessage::Absent(3))), "{headers}");
         }
         let headers = encoded("NATS/1.0\r\nidem-retention: 1500\r\nNats-TTL: 2\r\n\r\n");
         let json = format!(r#"{{"seq":3,"hdrs":"{headers}","data":"aWRlbQ==","time":"1970-01-01T00:00:01Z"}}"#);
-        let Some(Found::Record(record)) = read(&json) else { panic!("a record") };
+        let Some(LastMessage::Record(record)) = read(&json) else { panic!("a record") };
         assert_eq!((record.sequence, record.stored_at, record.retention), (3, 1_000_000_000, Some(1500)));
         assert_eq!(&record.body[..], b"idem");
     }

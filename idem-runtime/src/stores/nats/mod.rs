@@ -26,10 +26,10 @@ use std::time::Duration;
 use futures_util::StreamExt as _;
 use futures_util::stream::iter;
 
-use self::access::{Access, Core};
+use self::access::{Access, NatsCore};
 use self::failure::{corrupt, misconfigured};
 use self::link::Link;
-use self::message::Found;
+use self::message::LastMessage;
 pub use self::options::NatsOptions;
 use self::write::Change;
 use crate::combine::race;
@@ -58,8 +58,8 @@ const PAUSE_AFTER_HINT: Duration = Duration::from_millis(1);
 ///   leader's answer to a question about the stream holds its present time. A lease has lapsed, and a retention has
 ///   ended, only if such an answer shows it. After a failover the clock of the new leader applies; each server removes
 ///   messages by its own clock.
-/// - *Durability*: by default a server confirms a write before the write is on its disk (`sync_interval`, 2 minutes). A
-///   server that is killed loses nothing; a machine that loses power can lose the records of the last minutes, and their
+/// - *Durability*: by default a server confirms a write before the write is on its disk (`sync_interval`, 2 minutes).
+///   The kill of a server loses nothing. A machine that loses power can lose the records of the last minutes, and their
 ///   operations can then run again. With 3 replicas ([`num_replicas`](NatsOptions::num_replicas)) a majority has
 ///   received each confirmed write, so only the loss of two machines together loses records. `sync_interval: always`
 ///   writes to the disk before each answer, and takes more time.
@@ -84,8 +84,8 @@ const PAUSE_AFTER_HINT: Duration = Duration::from_millis(1);
 /// A duplicate that waits for another process subscribes to the subject of the record, and reads the record when a
 /// message may have changed it, and once a second.
 ///
-/// Clones share their connection, which reconnects. Each tokio runtime that uses the store has its own connection, which
-/// ends with it; renewals and late writes have a connection of their own.
+/// Clones share their connection, which reconnects. Each tokio runtime that uses the store has its own connection,
+/// which ends with it; renewals and late writes have a separate connection.
 ///
 /// ```no_run
 /// # async fn connect() -> Result<(), idem_runtime::StoreError> {
@@ -129,7 +129,7 @@ store_of_shared!(NatsStore);
 /// One handle of a store. Each handle has separate connections, so that no handle delays another.
 struct NatsInner {
     this: Weak<NatsInner>,
-    core: Arc<Core>,
+    core: Arc<NatsCore>,
     runtimes: PerRuntime<Arc<Link>>,
     /// The handle for renewals and late writes, made at its first use; `None` in that handle itself.
     upkeep: Option<SharedOnce<Arc<NatsInner>>>,
@@ -146,7 +146,7 @@ impl fmt::Debug for NatsInner {
 
 impl NatsInner {
     /// Makes the first handle of a store. `connected` is the connection of the current runtime, if there is one.
-    fn new(core: Arc<Core>, connected: Option<Arc<Link>>) -> Arc<Self> {
+    fn new(core: Arc<NatsCore>, connected: Option<Arc<Link>>) -> Arc<Self> {
         let store = Self::on(core, Some(SharedOnce::new()));
         if let Some(connected) = connected {
             store.runtimes.here(|_| connected);
@@ -154,7 +154,7 @@ impl NatsInner {
         store
     }
 
-    fn on(core: Arc<Core>, upkeep: Option<SharedOnce<Arc<Self>>>) -> Arc<Self> {
+    fn on(core: Arc<NatsCore>, upkeep: Option<SharedOnce<Arc<Self>>>) -> Arc<Self> {
         Arc::new_cyclic(|this| Self { this: this.clone(), core, runtimes: PerRuntime::default(), upkeep })
     }
 
@@ -170,7 +170,7 @@ impl NatsInner {
     /// Returns the record on `subject`, unless its retention has ended.
     async fn look(&self, subject: &str) -> Result<Option<Inspection>, StoreError> {
         let access = self.access()?;
-        let Found::Record(stored) = access.get(subject).await? else { return Ok(None) };
+        let LastMessage::Record(stored) = access.get(subject).await? else { return Ok(None) };
         let record = format::decode(&stored.body).map_err(corrupt)?;
         let standing = access.standing(&stored, &record).await?;
         Ok(standing.map(|standing| operator::inspection(&stored, record, standing)))

@@ -7,9 +7,9 @@ use bytes::Bytes;
 use futures_util::StreamExt as _;
 use serde::Deserialize;
 
-use super::access::{Access, Standing, WriteOutcome};
+use super::access::{Access, TimesLeft, WriteOutcome};
 use super::failure::{ApiError, corrupt, keeps_changing, unavailable, unexpected};
-use super::message::{Found, StoredRecord, read_delivered};
+use super::message::{LastMessage, StoredRecord, read_delivered};
 use super::server_clock::ServerTime;
 use super::subject::{key_of, subjects_of};
 use crate::combine::race;
@@ -26,7 +26,7 @@ const PAGE_BYTES: usize = 4 * 1024 * 1024;
 const CONSUMER_IDLE: Duration = Duration::from_secs(10);
 
 /// Makes the inspection of a record.
-pub(super) fn inspection(stored: &StoredRecord, record: Record, standing: Standing) -> Inspection {
+pub(super) fn inspection(stored: &StoredRecord, record: Record, standing: TimesLeft) -> Inspection {
     let now = u64::try_from(standing.now / 1_000_000).unwrap_or_default();
     let [first_seen, began] = format::times(&stored.body);
     let ago = |at: Option<u64>| at.map(|at| Duration::from_millis(now.saturating_sub(at)));
@@ -37,8 +37,8 @@ pub(super) fn inspection(stored: &StoredRecord, record: Record, standing: Standi
 /// Returns the record on `subject` as an operator sees it; `None` if its retention has ended.
 pub(super) async fn examine(access: &Access<'_>, subject: &str) -> Result<Option<Inspection>, StoreError> {
     match access.get(subject).await? {
-        Found::Record(stored) => seen(access, &stored).await,
-        Found::Absent(_) => Ok(None),
+        LastMessage::Record(stored) => seen(access, &stored).await,
+        LastMessage::Absent(_) => Ok(None),
     }
 }
 
@@ -63,7 +63,7 @@ pub(super) async fn decide(access: &Access<'_>, decision: &Decision) -> Result<D
     let subject = access.core.subject_of(&decision.key);
     for look in 0..LOOKS {
         pause_before(look, access.clock()).await;
-        let Found::Record(stored) = access.get(&subject).await? else { return Ok(DecisionAnswer::NoRecord) };
+        let LastMessage::Record(stored) = access.get(&subject).await? else { return Ok(DecisionAnswer::NoRecord) };
         let Some(found) = seen(access, &stored).await? else { return Ok(DecisionAnswer::NoRecord) };
         let written = match found.decide(decision) {
             Ruling::Answer(refused) => return Ok(refused),
@@ -117,11 +117,11 @@ pub(super) async fn scan(access: &Access<'_>, filter: &Filter) -> Result<Page, S
     for message in messages {
         let (subject, found) = read_delivered(&message).ok_or_else(|| unexpected("a message of a consumer"))?;
         let found = match found {
-            Found::Absent(sequence) => {
+            LastMessage::Absent(sequence) => {
                 next = next.max(sequence.saturating_add(1));
                 continue;
             }
-            Found::Record(stored) => {
+            LastMessage::Record(stored) => {
                 next = next.max(stored.sequence.saturating_add(1));
                 listed(&stored, now)
             }
@@ -141,7 +141,7 @@ fn listed(stored: &StoredRecord, now: ServerTime) -> Option<Inspection> {
     }
     let start = stored.body.slice(..stored.body.len().min(START_BYTES));
     match format::decode_start(&start, stored.body.len()) {
-        Ok(record) => Standing::at(now, stored, &record).map(|standing| inspection(stored, record, standing)),
+        Ok(record) => TimesLeft::at(now, stored, &record).map(|standing| inspection(stored, record, standing)),
         Err(why) => Some(damaged(why, stored)),
     }
 }

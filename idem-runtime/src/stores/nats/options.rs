@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use async_nats::{ConnectOptions, ServerAddr};
 
-use super::access::{Access, Core};
+use super::access::{Access, NatsCore};
 use super::bucket::{Bucket, StreamInfo, check_version};
 use super::failure::{misconfigured, unexpected};
 use super::link::ConnectPlan;
@@ -142,7 +142,7 @@ impl NatsOptions {
         Self { credentials_file: Some(file.into()), ..self }
     }
 
-    /// Logs in with the NKey of this seed (`SU…`).
+    /// Logs in with the key of this seed (an `NKey`, `SU…`).
     #[must_use]
     pub fn nkey(self, seed: impl Into<String>) -> Self {
         Self { nkey: Some(seed.into()), ..self }
@@ -161,10 +161,11 @@ impl NatsOptions {
         let (clock, prefix) = (Arc::new(SystemClock::default()), prefix_of(&self.bucket, &self.namespace));
         let waiting = Arc::default();
         let core = |max_message: usize| {
-            // A journal leaves room for the other parts of the record, and for the longer provenance of a later attempt.
+            // A journal leaves room for the other parts of the record, and for the longer provenance of a later
+            // attempt.
             let journal = max_message.saturating_sub(HEADER_BYTES + 2 * START_BYTES);
             let context = StoreContext::new("nats", Arc::<SystemClock>::clone(&clock)).system("nats");
-            Core {
+            NatsCore {
                 context: Arc::new(context.held_by(&self.holder).max_journal_bytes(journal)),
                 plan: plan.clone(),
                 bucket: bucket.clone(),

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::access::{Access, WriteOutcome};
 use super::failure::{corrupt, keeps_changing};
-use super::message::{Found, StoredRecord};
+use super::message::{LastMessage, StoredRecord};
 use crate::kit::looks::{LOOKS, pause_before};
 use crate::record::format::{self, millis};
 use crate::record::{Admission, Record, Reservation, ReserveRequest};
@@ -15,14 +15,14 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
     let core = access.core;
     let subject = core.subject_of(&request.key);
     // If most calls are replays, a read costs less than a write that is refused.
-    let mut found = if core.replays.are_expected() { access.get(&subject).await? } else { Found::Absent(0) };
+    let mut found = if core.replays.are_expected() { access.get(&subject).await? } else { LastMessage::Absent(0) };
     for look in 0..LOOKS {
         if pause_before(look, access.clock()).await {
             found = access.get(&subject).await?;
         }
         let written = match &found {
-            Found::Absent(sequence) => reserve_first(access, &subject, *sequence, request).await?,
-            Found::Record(stored) => meet(access, &subject, stored, request).await?,
+            LastMessage::Absent(sequence) => reserve_first(access, &subject, *sequence, request).await?,
+            LastMessage::Record(stored) => meet(access, &subject, stored, request).await?,
         };
         match written {
             Some(answer) => {

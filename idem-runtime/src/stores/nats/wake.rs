@@ -21,14 +21,14 @@ const MOST: usize = 256;
 
 /// The subscriptions of one runtime, by subject.
 #[derive(Default)]
-pub(super) struct Watches(Mutex<HashMap<String, Watched>>);
+pub(super) struct Watches(Mutex<HashMap<String, SharedSubscription>>);
 
-struct Watched {
+struct SharedSubscription {
     waiters: usize,
     task: AbortHandle,
 }
 
-impl Drop for Watched {
+impl Drop for SharedSubscription {
     fn drop(&mut self) {
         // The drop of the task drops its subscription.
         self.task.abort();
@@ -77,7 +77,7 @@ impl Watches {
                 }
             }
         });
-        let mine = Watched { waiters: 0, task: task.abort_handle() };
+        let mine = SharedSubscription { waiters: 0, task: task.abort_handle() };
         // If another waiter has subscribed meanwhile, the drop of `mine` ends this subscription.
         lock(&self.0).entry(subject.to_owned()).or_insert(mine).waiters += 1;
         Some(Watch { watches: self, subject })

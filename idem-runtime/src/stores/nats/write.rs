@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::access::{Access, WriteOutcome};
 use super::failure::keeps_changing;
 use super::held::HeldRecord;
-use super::message::Found;
+use super::message::LastMessage;
 use crate::kit::looks::{LOOKS, pause_before};
 use crate::record::format::{self, START_BYTES, millis};
 use crate::record::{Finish, Journal, Lease, Record, Release, State, Verdict};
@@ -104,7 +104,7 @@ fn known(access: &Access<'_>, held: &HeldRecord) -> Option<Changeable> {
 
 /// Reads the record on `subject`. `None` if there is no record, or if it is not the record of any attempt.
 async fn read(access: &Access<'_>, subject: &str) -> Result<Option<Changeable>, StoreError> {
-    let Found::Record(stored) = access.get(subject).await? else { return Ok(None) };
+    let LastMessage::Record(stored) = access.get(subject).await? else { return Ok(None) };
     // An unreadable message is not the record of this attempt.
     let Ok(record) = format::decode(&stored.body) else { return Ok(None) };
     let standing = access.standing(&stored, &record).await?;
