@@ -128,7 +128,7 @@ const FAULTS: &[(Fault, &str)] = &[
         "a process that has run a body forks two children, and all three processes serve the same keys and then keys of their own",
     ),
     (bodies_paused, "a worker is stopped beyond its lease, in the middle of its body"),
-    (lines_slow, "all connections share 2 MB per second, and results have 1 MiB (DynamoDB: 100 KiB)"),
+    (lines_slow, "all connections share 2 MB per second, and results have 1 MiB (DynamoDB and NATS: 40 KiB)"),
     (
         record_locked,
         "another session locks the record of one key for three leases (SQLite: the file, for half a lease)",

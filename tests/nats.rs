@@ -74,6 +74,13 @@ async fn connect_creates_the_stream_and_uses_it_again() {
         assert_eq!(call(&store, "k", &runs).await.0.unwrap(), 1);
         store.ping().await.unwrap();
     }
+    let error = refusal(NatsStore::options().bucket("missing").create_bucket(false), &server.url()).await;
+    assert!(error.to_string().contains("there is no bucket `missing`"), "{error}");
+    // The settings that an administrator gets are those that the store creates.
+    let settings: Value = serde_json::from_str(&NatsStore::options().bucket("by-hand").stream_settings()).unwrap();
+    let created = api(&raw(&server).await, "STREAM.CREATE.KV_by-hand", settings).await;
+    assert_eq!(created["did_create"], true, "{created}");
+    NatsStore::options().bucket("by-hand").create_bucket(false).connect(&server.url()).await.expect("created");
     let info = api(&raw(&server).await, "STREAM.INFO.KV_idem", json!({})).await;
     let config = &info["config"];
     for (name, value) in [

@@ -209,7 +209,9 @@ impl Access<'_> {
         read: impl FnOnce(&StreamInfo<'_>, Sample) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         let bucket = &self.core.bucket.name;
-        self.find_stream(read).await?.ok_or_else(|| misconfigured(format!("there is no bucket `{bucket}`")))
+        self.find_stream(read)
+            .await?
+            .ok_or_else(|| misconfigured(format!("there is no bucket `{bucket}` (stream `KV_{bucket}`)")))
     }
 
     /// Asks like [`ask_stream`](Self::ask_stream). `None` if there is no stream.

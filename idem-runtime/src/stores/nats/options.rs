@@ -12,9 +12,10 @@ use super::bucket::{Bucket, StreamInfo, check_version};
 use super::failure::{misconfigured, unexpected};
 use super::link::ConnectPlan;
 use super::message::HEADER_BYTES;
-use super::subject::{MAX_BUCKET_BYTES, MAX_NAMESPACE_BYTES, prefix_of};
+use super::subject::{MAX_BUCKET_BYTES, MAX_NAMESPACE_BYTES, prefix_of, subject_of};
 use super::{NatsInner, NatsStore};
-use crate::clock::SystemClock;
+use crate::clock::{Clock, SystemClock};
+use crate::key::Key;
 use crate::kit::replays::Replays;
 use crate::record::format::START_BYTES;
 use crate::store::{StoreContext, StoreError};
@@ -42,6 +43,7 @@ pub struct NatsOptions {
     response_timeout: Duration,
     num_replicas: Option<usize>,
     in_memory: bool,
+    create_bucket: bool,
     certificates: Vec<PathBuf>,
     client_certificate: Option<(PathBuf, PathBuf)>,
     credentials_file: Option<PathBuf>,
@@ -57,6 +59,7 @@ impl Default for NatsOptions {
             response_timeout: Duration::from_secs(2),
             num_replicas: None,
             in_memory: false,
+            create_bucket: true,
             certificates: Vec::new(),
             client_certificate: None,
             credentials_file: None,
@@ -121,6 +124,44 @@ impl NatsOptions {
         Self { in_memory, ..self }
     }
 
+    /// Creates a missing stream (default: yes). Without this, [`connect`](Self::connect) refuses a missing stream, and
+    /// the login does not need the right to create one; [`stream_settings`](Self::stream_settings) returns what to
+    /// create.
+    #[must_use]
+    pub fn create_bucket(self, create_bucket: bool) -> Self {
+        Self { create_bucket, ..self }
+    }
+
+    /// Returns the settings of the stream as JSON, for `nats stream add --config FILE`.
+    ///
+    /// ```
+    /// use idem_runtime::NatsStore;
+    ///
+    /// let settings = NatsStore::options().bucket("orders").num_replicas(3).stream_settings();
+    /// assert!(settings.contains(r#""name":"KV_orders""#) && settings.contains(r#""num_replicas":3"#));
+    /// ```
+    pub fn stream_settings(&self) -> String {
+        self.wanted_bucket().settings(micros(&SystemClock::default()))
+    }
+
+    /// Returns the subject of the record of `key` in this bucket and namespace, for the tools of NATS.
+    ///
+    /// ```
+    /// use idem_runtime::{Key, NatsStore};
+    ///
+    /// let key = Key::new("shop::pay", "order:42")?;
+    /// let subject = NatsStore::options().bucket("orders").subject_of(&key);
+    /// assert_eq!(subject, "$KV.orders.1.shop=3A=3Apay.order=3A42");
+    /// # Ok::<(), idem_runtime::key::KeyError>(())
+    /// ```
+    pub fn subject_of(&self, key: &Key) -> String {
+        subject_of(&prefix_of(&self.bucket, &self.namespace), key)
+    }
+
+    fn wanted_bucket(&self) -> Bucket {
+        Bucket { replicas: self.num_replicas, in_memory: self.in_memory, ..Bucket::new(&self.bucket) }
+    }
+
     /// Trusts the certificates in this file (PEM) in place of those that the system trusts. Several calls add several
     /// files. Use `tls://` URLs, or a server that requires TLS.
     #[must_use]
@@ -183,7 +224,7 @@ impl NatsOptions {
         // the server, and its connection and clock become those of the store.
         let probe = NatsInner::new(Arc::new(core(0)), None);
         let access = probe.access()?;
-        let max_message = prepare(&access).await?;
+        let max_message = prepare(&access, self.create_bucket).await?;
         let core = core(max_message);
         if let Some(sample) = access.core.server_clock.here().latest() {
             core.server_clock.here().note(sample);
@@ -205,7 +246,7 @@ impl NatsOptions {
                 namespace.len()
             )));
         }
-        Ok(Bucket { replicas: self.num_replicas, in_memory: self.in_memory, ..Bucket::new(bucket) })
+        Ok(self.wanted_bucket())
     }
 
     fn plan(&self, url: &str) -> Result<ConnectPlan, StoreError> {
@@ -273,8 +314,8 @@ fn provide_cryptography() {
     let _ = async_nats::rustls::crypto::ring::default_provider().install_default();
 }
 
-/// Checks the server, creates the stream unless it exists, and returns the largest message that both take, in bytes.
-async fn prepare(access: &Access<'_>) -> Result<usize, StoreError> {
+/// Checks the server, creates the stream unless it exists (if `creates` is true), and returns the largest message that both take, in bytes.
+async fn prepare(access: &Access<'_>, creates: bool) -> Result<usize, StoreError> {
     let server = access.client().await?.server_info();
     check_version(&server.version)?;
     if !server.headers {
@@ -284,18 +325,24 @@ async fn prepare(access: &Access<'_>) -> Result<usize, StoreError> {
     let checked = match access.find_stream(|info, _| bucket.check(info)).await? {
         Some(checked) => checked,
         None => {
-            create(access).await?;
+            if creates {
+                create(access).await?;
+            }
             access.ask_stream(|info, _| bucket.check(info)).await?
         }
     };
     Ok(checked.unwrap_or(usize::MAX).min(server.max_payload))
 }
 
+/// Returns the microseconds since 1970.
+fn micros(clock: &dyn Clock) -> u64 {
+    u64::try_from(clock.wall().as_micros()).unwrap_or(u64::MAX)
+}
+
 /// Creates the stream. Another process may have created it meanwhile; the check of its settings follows.
 async fn create(access: &Access<'_>) -> Result<(), StoreError> {
     let bucket = &access.core.bucket;
-    let first = u64::try_from(access.clock().wall().as_micros()).unwrap_or(1);
-    let answer = access.ask_api(&bucket.api("CREATE"), bucket.settings(first)).await?;
+    let answer = access.ask_api(&bucket.api("CREATE"), bucket.settings(micros(access.clock()))).await?;
     let info: StreamInfo<'_> = serde_json::from_slice(&answer).map_err(|_| unexpected("settings of a stream"))?;
     match info.error {
         Some(error) if !error.is_name_in_use() => Err(error.failed()),
