@@ -187,11 +187,12 @@ fn definition(arguments: &Print) -> Vec<(&'static str, String)> {
                 format!("$JS.API.STREAM.INFO.KV_{bucket}"),
                 format!("$JS.API.STREAM.MSG.GET.KV_{bucket}"),
             ];
-            let operators =
-                [format!("$JS.API.CONSUMER.*.KV_{bucket}.>"), format!("$JS.API.CONSUMER.MSG.NEXT.KV_{bucket}.>")];
+            let consumers = format!("$JS.API.CONSUMER.*.KV_{bucket}.>");
+            let next = format!("$JS.API.CONSUMER.MSG.NEXT.KV_{bucket}.>");
+            let operators = [&handlers[..], &[consumers, next]].concat();
             let grants = json!({
                 "handlers": { "publish": handlers, "subscribe": ["_INBOX.>", format!("$KV.{bucket}.>")] },
-                "operators": { "publish": [&handlers[..], &operators[..]].concat(), "subscribe": ["_INBOX.>"] },
+                "operators": { "publish": operators, "subscribe": ["_INBOX.>"] },
             });
             vec![("table", format!("{settings:#}")), ("grants", format!("{grants:#}"))]
         }

@@ -77,10 +77,8 @@ async fn printed_commands_find_the_record_of_an_awkward_key_when_pasted() {
         assert!(words[10].starts_with("SELECT * FROM \"it's\".records WHERE key = '"), "{words:?}");
         let url = "nats://bob:secret@h:9/orders";
         let words = client_words(&records, url, &["--scope", "pay", value]);
-        assert_eq!(
-            words[..7],
-            ["nats", "--server", "h:9", "stream", "get", "KV_orders", "--last-for"].map(String::from)[1..]
-        );
+        let subject = idem_tests::nats::subject_of("orders", &of);
+        assert_eq!(words, ["--server", "h:9", "stream", "get", "KV_orders", "--last-for", &subject]);
         let url = "dynamodb://records?region=r&endpoint=http://h:8";
         let words = client_words(&records, url, &["--scope", "pay", value]);
         let place =
