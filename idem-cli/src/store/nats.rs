@@ -31,9 +31,6 @@ impl Bucket {
         if bucket.is_empty() || bucket.len() > 64 || !bucket.chars().all(is_name) {
             return Err("the name of a bucket has 1 to 64 letters, digits, `_` and `-`".to_owned());
         }
-        if hosts.is_empty() || hosts.contains('/') || hosts.split(',').any(str::is_empty) {
-            return Err("write `nats://[user:password@]host[:port][,host…][/BUCKET]`".to_owned());
-        }
         let mut credentials = None;
         for (parameter, value) in given {
             match parameter {
@@ -45,6 +42,9 @@ impl Bucket {
         let (login, hosts) =
             hosts.rsplit_once('@').map_or((String::new(), hosts), |(it, hosts)| (format!("{it}@"), hosts));
         let servers: Vec<_> = hosts.split(',').map(|host| format!("nats://{login}{host}")).collect();
+        if hosts.contains('/') || servers.iter().any(|url| url.parse::<async_nats::ServerAddr>().is_err()) {
+            return Err("write `nats://[user:password@]host[:port][,host…][/BUCKET]`".to_owned());
+        }
         Ok(Self { servers: servers.join(","), name: bucket.to_owned(), credentials })
     }
 

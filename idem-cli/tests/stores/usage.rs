@@ -18,7 +18,7 @@ const AWKWARD: [&str; 8] = ["a b", "it's", "$HOME", "`id`", "a\nb", "\"x\" \\ !"
 fn pasted(records: &Records, line: &str) -> Run {
     let programs = records.folder.path().join("programs");
     std::fs::create_dir_all(&programs).unwrap();
-    for name in ["sqlite3", "psql", "redis-cli", "aws"] {
+    for name in ["sqlite3", "psql", "redis-cli", "aws", "nats"] {
         use std::os::unix::fs::PermissionsExt as _;
         let file = programs.join(name);
         std::fs::write(&file, "#!/bin/sh\nprintf '%s\\0' \"$@\"\n").unwrap();
