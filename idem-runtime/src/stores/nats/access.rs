@@ -1,6 +1,7 @@
 //! Access of an operation to its store: the state that all handles share, and the connection of the caller's runtime.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_nats::HeaderMap;
@@ -11,7 +12,7 @@ use super::bucket::{Bucket, StreamInfo};
 use super::failure::{ApiError, misconfigured, too_large, unexpected};
 use super::held::{HeldRecord, HeldRecords};
 use super::link::{Ask, ConnectPlan, Link};
-use super::message::{HEADER_BYTES, LastMessage, StoredRecord, WireMessage, body_of, headers, removal};
+use super::message::{HEADER_BYTES, LastMessage, StoredRecord, WireMessage, body_of, headers, read_direct, removal};
 use super::server_clock::{Sample, ServerClock, ServerTime, after, read_time, since};
 use super::subject::subject_of;
 use crate::clock::{Clock, Instant};
@@ -34,6 +35,8 @@ pub(super) struct NatsCore {
     pub(super) response_timeout: Duration,
     /// Largest message that server and stream take, in bytes, with its headers.
     pub(super) max_message: usize,
+    /// True while only the leader answers direct reads, and the login may make them.
+    pub(super) direct: AtomicBool,
     pub(super) server_clock: PerProcess<ServerClock>,
     pub(super) held: PerProcess<HeldRecords>,
     pub(super) waiting: Arc<WaiterTable>,
@@ -203,6 +206,26 @@ impl Access<'_> {
         }
     }
 
+    /// Reads the last message on `subject` for a reservation, directly if the stream has one server. If the stream has
+    /// got replicas since the last question about it, the message may be an earlier one. A write that names its number
+    /// is then refused, and the reservation reads from the leader.
+    pub(super) async fn glance(&self, subject: &str) -> Result<LastMessage, StoreError> {
+        if !self.core.direct.load(Ordering::Relaxed) {
+            return self.get(subject).await;
+        }
+        self.get_directly(subject).await
+    }
+
+    /// Reads the last message on `subject` from any server that has the stream.
+    pub(super) async fn get_directly(&self, subject: &str) -> Result<LastMessage, StoreError> {
+        let stream = &self.core.bucket.stream;
+        let question = format!("$JS.API.DIRECT.GET.{stream}.{subject}");
+        let client = self.client().await?;
+        let request = (&*question, None, Bytes::new());
+        let answer = self.link.ask(client, self.clock(), self.until, Ask::Read, request).await?;
+        read_direct(&answer, stream, subject).ok_or_else(|| unexpected("a message"))
+    }
+
     /// Asks the leader of the stream about the stream, and notes the time of its clock.
     pub(super) async fn ask_stream<T>(
         &self,
@@ -227,6 +250,9 @@ impl Access<'_> {
             return if error.is_no_stream() { Ok(None) } else { Err(error.failed()) };
         }
         let time = info.ts.as_deref().and_then(read_time).ok_or_else(|| unexpected("settings without a time"))?;
+        if !Bucket::reads_directly(&info) {
+            self.core.direct.store(false, Ordering::Relaxed);
+        }
         let sample = Sample { time, asked, answered };
         self.core.server_clock.here().note(sample);
         read(&info, sample).map(Some)

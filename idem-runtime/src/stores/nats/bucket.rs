@@ -50,6 +50,7 @@ struct StreamConfig {
     discard: String,
     storage: String,
     num_replicas: usize,
+    allow_direct: bool,
     no_ack: bool,
     sealed: bool,
     allow_msg_ttl: bool,
@@ -93,7 +94,7 @@ impl Bucket {
             "max_bytes": -1,
             "max_age": 0,
             "allow_msg_ttl": true,
-            "allow_direct": false,
+            "allow_direct": true,
             "allow_rollup_hdrs": false,
             "deny_delete": true,
         })
@@ -108,6 +109,12 @@ impl Bucket {
             Some(problem) => Err(misconfigured(format!("the stream {} can't hold records: {problem}", self.stream))),
             None => Ok(usize::try_from(config.max_msg_size).ok().filter(|most| *most > 0)),
         }
+    }
+
+    /// Returns whether only the leader answers direct reads (`DIRECT.GET`), which cost the server a third of a question
+    /// to the leader. On a stream with several replicas any of them answers, maybe with an earlier record.
+    pub(super) fn reads_directly(info: &StreamInfo<'_>) -> bool {
+        info.config.as_ref().is_some_and(|config| config.allow_direct && config.num_replicas == 1)
     }
 
     fn problem(&self, config: &StreamConfig) -> Option<String> {
@@ -219,6 +226,15 @@ mod tests {
         let three = Bucket { replicas: Some(3), in_memory: true, ..Bucket::new("b") };
         assert!(check(&three, &[]).is_ok(), "in memory, on three servers, as asked");
         assert!(check(&three, &[("num_replicas", 1.into())]).is_err());
+    }
+
+    #[test]
+    fn only_a_stream_without_replicas_is_read_directly() {
+        for (replicas, allow_direct, direct) in [(1, true, true), (3, true, false), (1, false, false)] {
+            let config = serde_json::json!({ "num_replicas": replicas, "allow_direct": allow_direct });
+            let text = serde_json::json!({ "config": config }).to_string();
+            assert_eq!(Bucket::reads_directly(&serde_json::from_str(&text).expect("JSON")), direct, "{replicas}");
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use async_nats::{HeaderMap, HeaderValue};
+use async_nats::{HeaderMap, HeaderValue, StatusCode};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use bytes::Bytes;
@@ -113,6 +113,27 @@ impl WireMessage<'_> {
             body,
         }))
     }
+}
+
+/// Reads the answer to a direct read of the last message on `subject`.
+pub(super) fn read_direct(answer: &async_nats::Message, stream: &str, subject: &str) -> Option<LastMessage> {
+    match answer.status {
+        None => {}
+        Some(StatusCode::NOT_FOUND) => return Some(LastMessage::Absent(0)),
+        Some(_) => return None,
+    }
+    let headers = answer.headers.as_ref()?;
+    let header = |name: &str| headers.get(name).map(HeaderValue::as_str);
+    if header("Nats-Stream") != Some(stream) || header("Nats-Subject") != Some(subject) {
+        return None;
+    }
+    let sequence = header("Nats-Sequence")?.parse().ok()?;
+    if header(OPERATION).is_some() || header(MARKER).is_some() {
+        return Some(LastMessage::Absent(sequence));
+    }
+    let stored_at = read_time(header("Nats-Time-Stamp")?)?;
+    let retention = header(RETENTION).and_then(|value| value.trim().parse().ok());
+    Some(LastMessage::Record(StoredRecord { sequence, stored_at, retention, body: answer.payload.clone() }))
 }
 
 /// Reads a message that a consumer delivers, with its sequence number and the time at which it was stored.

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_nats::{ConnectOptions, ServerAddr};
@@ -214,6 +215,7 @@ impl NatsOptions {
                 prefix: prefix.clone(),
                 response_timeout: self.response_timeout,
                 max_message,
+                direct: AtomicBool::new(true),
                 server_clock: PerProcess::default(),
                 held: PerProcess::default(),
                 waiting: Arc::clone(&waiting),
@@ -226,6 +228,7 @@ impl NatsOptions {
         let access = probe.access()?;
         let max_message = prepare(&access, self.create_bucket).await?;
         let core = core(max_message);
+        core.direct.store(access.core.direct.load(Ordering::Relaxed), Ordering::Relaxed);
         if let Some(sample) = access.core.server_clock.here().latest() {
             core.server_clock.here().note(sample);
         }
@@ -331,6 +334,12 @@ async fn prepare(access: &Access<'_>, creates: bool) -> Result<usize, StoreError
             access.ask_stream(|info, _| bucket.check(info)).await?
         }
     };
+    // A login without the right to read directly asks the leader.
+    let core = access.core;
+    if core.direct.load(Ordering::Relaxed) {
+        let probe = access.get_directly(&format!("{}probe", core.prefix)).await;
+        core.direct.store(probe.is_ok(), Ordering::Relaxed);
+    }
     Ok(checked.unwrap_or(usize::MAX).min(server.max_payload))
 }
 

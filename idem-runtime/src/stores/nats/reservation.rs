@@ -15,7 +15,7 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
     let core = access.core;
     let subject = core.subject_of(&request.key);
     // If most calls are replays, a read costs less than a write that is refused.
-    let mut found = if core.replays.are_expected() { access.get(&subject).await? } else { LastMessage::Absent(0) };
+    let mut found = if core.replays.are_expected() { access.glance(&subject).await? } else { LastMessage::Absent(0) };
     for look in 0..LOOKS {
         if pause_before(look, access.clock()).await {
             found = access.get(&subject).await?;
@@ -29,7 +29,8 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
                 core.replays.note(usize::from(matches!(answer, Reservation::Finished { .. })), 1);
                 return Ok(answer);
             }
-            // The write was refused, so another write has changed the record.
+            // The write was refused: another write has changed the record, or the direct read was out of date.
+            None if look == 0 => found = access.glance(&subject).await?,
             None => found = access.get(&subject).await?,
         }
     }
