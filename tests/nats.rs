@@ -198,6 +198,32 @@ async fn a_store_logs_in_with_an_nkey_or_credentials() {
     assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
 }
 
+/// The leader of the stream answers reads where direct reads are not possible.
+#[tokio::test]
+async fn a_store_without_direct_reads_asks_the_leader() {
+    let rights = r#"
+        accounts { A { jetstream: enabled, users: [
+            { user: all, password: all }
+            { user: few, password: few, permissions: { publish: { deny: "$JS.API.DIRECT.>" }, subscribe: ">" } }
+        ] } }
+        no_auth_user: all"#;
+    let server = NatsServer::start_with(Kind::Nats, rights);
+    let mut settings = settings("indirect");
+    settings["allow_direct"] = json!(false);
+    api(&raw(&server).await, "STREAM.CREATE.KV_indirect", settings).await;
+    for (user, bucket) in [("few", "idem"), ("all", "indirect")] {
+        let url = format!("nats://{user}:{user}@127.0.0.1:{}", server.port());
+        let store = NatsStore::options().bucket(bucket).connect(&url).await.expect("connects");
+        let mut counted = Counted::on(&server).await;
+        let runs = AtomicU32::new(0);
+        for _ in 0..3 {
+            assert_eq!(call(&store, "k", &runs).await.0.unwrap(), 1);
+        }
+        assert_eq!(counted.since().await, [4, 2, 0], "{bucket}");
+        assert_eq!(counted.directly, 0, "{bucket}");
+    }
+}
+
 #[tokio::test]
 async fn a_login_without_the_right_to_publish_is_told_at_once() {
     let rights = r#"
@@ -378,10 +404,17 @@ async fn nats_lists_records_only_if_the_filter_asks_for_a_scan() {
     let stats = operator.stats(&Filter::new().scan(), u64::MAX).await.unwrap();
     let total = stats.total();
     assert_eq!((total.of(Standing::Running), total.of(Standing::Completed), stats.unreadable), (600, 1, 0));
-    let page = operator.list(&Filter::new().scan().standing(Standing::Completed).after(Cursor::new("601"))).await;
-    let page = page.unwrap();
-    let holders: Vec<_> = page.records.iter().map(|(_, found)| found.holder().and_then(|it| it.name())).collect();
-    assert_eq!(holders, [Some("worker-7")]);
+    let mut filter = Filter::new().scan().standing(Standing::Completed);
+    let (mut holders, mut pages) = (Vec::new(), 0);
+    loop {
+        let page = operator.list(&filter).await.unwrap();
+        holders.extend(page.records.iter().filter_map(|(_, found)| found.holder()?.name().map(str::to_owned)));
+        pages += 1;
+        let Some(next) = page.next else { break };
+        filter = filter.after(next);
+    }
+    assert!(pages > 2, "{pages}");
+    assert_eq!(holders, ["worker-7"]);
     for cursor in ["1/test/k", "", "-1"] {
         let wrong = operator.list(&Filter::new().scan().after(Cursor::new(cursor))).await.unwrap_err();
         assert!(matches!(wrong, OperatorError::Unsupported { .. }), "{cursor}: {wrong:?}");
@@ -447,6 +480,8 @@ struct Counted {
     api: async_nats::Subscriber,
     marks: async_nats::Subscriber,
     raw: Client,
+    /// Number of direct reads.
+    directly: usize,
 }
 
 impl Counted {
@@ -454,7 +489,7 @@ impl Counted {
         let raw = raw(server).await;
         let records = raw.subscribe("$KV.>").await.unwrap();
         let api = raw.subscribe("$JS.API.>").await.unwrap();
-        let mut counted = Self { records, api, marks: raw.subscribe("mark").await.unwrap(), raw };
+        let mut counted = Self { records, api, marks: raw.subscribe("mark").await.unwrap(), raw, directly: 0 };
         counted.since().await;
         counted
     }
@@ -469,7 +504,8 @@ impl Counted {
             counts[0] += 1;
         }
         while let Some(Some(message)) = now(self.api.next()).await {
-            counts[if message.subject.contains("MSG.GET") { 1 } else { 2 }] += 1;
+            self.directly += usize::from(message.subject.contains("DIRECT"));
+            counts[if message.subject.contains(".GET.") { 1 } else { 2 }] += 1;
         }
         counts
     }
@@ -527,6 +563,7 @@ async fn each_operation_costs_its_documented_requests() {
     counted.since().await;
     call(&store, "k", &runs).await.0.unwrap();
     assert_eq!(counted.since().await, [0, 1, 0], "a replay among replays");
+    assert!(counted.directly > 10, "a stream without replicas is read directly");
     assert_eq!(runs.into_inner(), 1);
 }
 

@@ -186,6 +186,7 @@ fn definition(arguments: &Print) -> Vec<(&'static str, String)> {
                 format!("$KV.{bucket}.>"),
                 format!("$JS.API.STREAM.INFO.KV_{bucket}"),
                 format!("$JS.API.STREAM.MSG.GET.KV_{bucket}"),
+                format!("$JS.API.DIRECT.GET.KV_{bucket}.>"),
             ];
             let consumers = format!("$JS.API.CONSUMER.*.KV_{bucket}.>");
             let next = format!("$JS.API.CONSUMER.MSG.NEXT.KV_{bucket}.>");

@@ -70,7 +70,7 @@ pub(super) enum WriteOutcome {
 
 /// Remaining times of a record.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct TimesLeft {
+pub(super) struct RecordTimes {
     /// Time of the leader's clock.
     pub(super) now: ServerTime,
     /// Time until the retention ends; `Duration::MAX` if it never ends, zero never.
@@ -79,7 +79,7 @@ pub(super) struct TimesLeft {
     pub(super) lapses_in: Duration,
 }
 
-impl TimesLeft {
+impl RecordTimes {
     /// Returns the remaining times at `now`; `None` if the retention has ended.
     pub(super) fn at(now: ServerTime, stored: &StoredRecord, record: &Record) -> Option<Self> {
         let end = |millis| after(stored.stored_at, Duration::from_millis(millis));
@@ -266,14 +266,14 @@ impl Access<'_> {
         &self,
         stored: &StoredRecord,
         record: &Record,
-    ) -> Result<Option<TimesLeft>, StoreError> {
+    ) -> Result<Option<RecordTimes>, StoreError> {
         let range = self.core.server_clock.here().range(self.clock().now());
-        let known = range.and_then(|[_, latest]| TimesLeft::at(latest, stored, record));
+        let known = range.and_then(|[_, latest]| RecordTimes::at(latest, stored, record));
         if let Some(known) = known.filter(|known| !record.is_pending() || !known.lapses_in.is_zero()) {
             return Ok(Some(known));
         }
         let now = self.ask_stream(|_, sample| Ok(sample.time)).await?;
-        Ok(TimesLeft::at(now, stored, record))
+        Ok(RecordTimes::at(now, stored, record))
     }
 
     pub(super) fn forget(&self, owner: OwnerToken) {

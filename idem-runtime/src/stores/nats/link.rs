@@ -138,6 +138,9 @@ impl Link {
 
     /// Waits until the connection works.
     async fn connected(&self, client: &Client, clock: &dyn Clock, until: Instant) -> Result<(), StoreError> {
+        if client.connection_state() == State::Connected {
+            return Ok(());
+        }
         let mut count = self.events.count.subscribe();
         while client.connection_state() != State::Connected {
             let left = until.saturating_since(clock.now());

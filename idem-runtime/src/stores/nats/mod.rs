@@ -53,7 +53,7 @@ const PAUSE_AFTER_HINT: Duration = Duration::from_millis(1);
 /// A store in a key-value bucket of JetStream, on NATS 2.11 or newer.
 ///
 /// - *Atomicity*: the stream stores a message only if the last message on its subject has the sequence number that the
-///   write names. Reads ask the leader of the stream.
+///   write names. Reads ask the leader of the stream; a stream without replicas is read directly (`allow_direct`).
 /// - *Clock*: the clock of the stream's leader. Each message holds the time at which the leader stored it, and the
 ///   leader's answer to a question about the stream holds its present time. A lease has lapsed, and a retention has
 ///   ended, only if such an answer shows it. After a failover the clock of the new leader applies; each server removes
@@ -75,11 +75,16 @@ const PAUSE_AFTER_HINT: Duration = Duration::from_millis(1);
 ///
 /// [`connect`](NatsStore::connect) creates the stream `KV_<bucket>` unless it exists, and refuses a stream whose
 /// settings could lose or change a record: another history than 1, `max_age`, `discard: old` with a limit, messages in
-/// memory, mirrors and sources. The login needs the right to publish on `$KV.<bucket>.>`,
-/// `$JS.API.STREAM.INFO.KV_<bucket>` and `$JS.API.STREAM.MSG.GET.KV_<bucket>`, and to subscribe to its inbox and to
-/// `$KV.<bucket>.>`; to create the stream also `$JS.API.STREAM.CREATE.KV_<bucket>`, and to list records
-/// `$JS.API.CONSUMER.*.KV_<bucket>.>`. A value that another program deletes with the tools for buckets is an absent
-/// record.
+/// memory, mirrors and sources. A value that another program deletes with the tools for buckets is an absent record.
+///
+/// The login needs the right to subscribe to its inbox and to `$KV.<bucket>.>`, and the right to publish:
+///
+/// | on | for |
+/// |---|---|
+/// | `$KV.<bucket>.>`, `$JS.API.STREAM.INFO.KV_<bucket>`, `$JS.API.STREAM.MSG.GET.KV_<bucket>` | all calls |
+/// | `$JS.API.DIRECT.GET.KV_<bucket>.>` | cheaper reads of a stream without replicas |
+/// | `$JS.API.STREAM.CREATE.KV_<bucket>` | the creation of the stream |
+/// | `$JS.API.CONSUMER.*.KV_<bucket>.>`, `$JS.API.CONSUMER.MSG.NEXT.KV_<bucket>.>` | lists of records |
 ///
 /// A duplicate that waits for another process subscribes to the subject of the record, and reads the record when a
 /// message may have changed it, and once a second.

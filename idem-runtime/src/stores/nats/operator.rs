@@ -7,7 +7,7 @@ use bytes::Bytes;
 use futures_util::StreamExt as _;
 use serde::Deserialize;
 
-use super::access::{Access, TimesLeft, WriteOutcome};
+use super::access::{Access, RecordTimes, WriteOutcome};
 use super::failure::{ApiError, corrupt, keeps_changing, unavailable, unexpected};
 use super::message::{LastMessage, StoredRecord, read_delivered};
 use super::server_clock::ServerTime;
@@ -26,7 +26,7 @@ const PAGE_BYTES: usize = 4 * 1024 * 1024;
 const CONSUMER_IDLE: Duration = Duration::from_secs(10);
 
 /// Makes the inspection of a record.
-pub(super) fn inspection(stored: &StoredRecord, record: Record, standing: TimesLeft) -> Inspection {
+pub(super) fn inspection(stored: &StoredRecord, record: Record, standing: RecordTimes) -> Inspection {
     let now = u64::try_from(standing.now / 1_000_000).unwrap_or_default();
     let [first_seen, began] = format::times(&stored.body);
     let ago = |at: Option<u64>| at.map(|at| Duration::from_millis(now.saturating_sub(at)));
@@ -141,7 +141,7 @@ fn listed(stored: &StoredRecord, now: ServerTime) -> Option<Inspection> {
     }
     let start = stored.body.slice(..stored.body.len().min(START_BYTES));
     match format::decode_start(&start, stored.body.len()) {
-        Ok(record) => TimesLeft::at(now, stored, &record).map(|standing| inspection(stored, record, standing)),
+        Ok(record) => RecordTimes::at(now, stored, &record).map(|standing| inspection(stored, record, standing)),
         Err(why) => Some(damaged(why, stored)),
     }
 }

@@ -317,7 +317,8 @@ fn provide_cryptography() {
     let _ = async_nats::rustls::crypto::ring::default_provider().install_default();
 }
 
-/// Checks the server, creates the stream unless it exists (if `creates` is true), and returns the largest message that both take, in bytes.
+/// Checks the server, creates the stream unless it exists (if `creates` is true), and returns the largest message that
+/// both take, in bytes.
 async fn prepare(access: &Access<'_>, creates: bool) -> Result<usize, StoreError> {
     let server = access.client().await?.server_info();
     check_version(&server.version)?;
