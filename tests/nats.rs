@@ -9,7 +9,7 @@ use async_nats::Client;
 use futures::StreamExt as _;
 use idem_runtime::nats::NatsOptions;
 use idem_runtime::operator::OperatorError;
-use idem_runtime::record::{State, StoredResult, format};
+use idem_runtime::record::{Record, State, StoredResult, format};
 use idem_runtime::store::{
     Cursor, Decision, DecisionAnswer, Filter, Finish, Release, Reservation, ReserveRequest, Standing, Verdict,
     renew_all,
@@ -567,7 +567,58 @@ async fn each_operation_costs_its_documented_requests() {
     assert_eq!(runs.into_inner(), 1);
 }
 
+/// A message on the subject of a record makes a waiter read the record, also if the stream refuses the message.
+#[tokio::test]
+async fn messages_wake_a_waiter_of_another_process() {
+    const HINTS: usize = 50;
+    let server = NatsServer::start();
+    let (owner, waiter) = (connect(&server).await, connect(&server).await);
+    let lease = reserved(&owner, "k").await;
+    let mut counted = Counted::on(&server).await;
+    let began = std::time::Instant::now();
+    let waits = tokio::spawn(async move { waiter.wait(&key("k"), 1, LEASE).await });
+    let mut reads = 0;
+    until("the waiter has read the record", async || {
+        reads += counted.since().await[1];
+        reads > 0
+    })
+    .await;
+    let ended = format::encode(&Record::after(&lease, done().state()));
+    for _ in 0..HINTS {
+        let mut headers = async_nats::HeaderMap::new();
+        headers.insert("Nats-Expected-Last-Subject-Sequence", "7");
+        let subject = subject_of("idem", &lease.key);
+        let refused = counted.raw.request_with_headers(subject, headers, ended.clone().into()).await.unwrap();
+        assert!(String::from_utf8_lossy(&refused.payload).contains("10071"), "{refused:?}");
+        let before = reads;
+        until("the waiter has read the record again", async || {
+            reads += counted.since().await[1];
+            reads > before
+        })
+        .await;
+    }
+    // Without a message, a waiter reads once a second, after five reads in its first second.
+    let polls = usize::try_from(began.elapsed().as_secs()).unwrap() + 6;
+    assert!(reads > 2 * polls, "{reads} reads, of which {polls} may be polls");
+    assert_eq!(owner.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
+    let ended = waits.await.unwrap().unwrap().expect("there is a record");
+    assert!(ended.record.is_finished());
+}
+
 // Faults.
+
+/// A stream that replaces a deleted one uses other sequence numbers.
+#[tokio::test]
+async fn a_write_from_before_a_deletion_of_the_stream_is_refused_after_it() {
+    let server = NatsServer::start();
+    let store = connect(&server).await;
+    let lost = reserved(&store, "k").await;
+    api(&raw(&server).await, "STREAM.DELETE.KV_idem", json!({})).await;
+    let other = connect(&server).await;
+    let lease = reserved(&other, "k").await;
+    assert_eq!(store.finish(&lost, &done()).await.unwrap(), Verdict::Refused);
+    assert_eq!(other.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
+}
 
 /// Store behind a proxy. The store waits for an answer for only 300 ms, so that a lost answer soon is an error.
 async fn behind_a_proxy(server: &NatsServer) -> (NatsStore, Proxy) {
