@@ -17,8 +17,8 @@
 //!
 //! A round has a duration, not a number of calls, so the bench takes some 6 minutes on any machine. DynamoDB is an
 //! emulator here, without optimisation and with one request at a time: its figures show the speed of the emulator. The
-//! part for DynamoDB needs `--features dynamodb`, and `IDEM_TEST_DYNOXIDE`; the part for NATS needs `--features nats`, and
-//! `IDEM_TEST_NATS`.
+//! part for DynamoDB needs `--features dynamodb`, and `IDEM_TEST_DYNOXIDE`; the part for NATS needs `--features nats`,
+//! and `IDEM_TEST_NATS`.
 
 #![allow(clippy::cast_precision_loss)] // Counts and times of a run are far below 2^52.
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]

@@ -771,6 +771,28 @@ async fn a_killed_server_keeps_every_confirmed_record() {
     assert_eq!(runs.into_inner(), 50);
 }
 
+/// The driver's own names for inboxes come from a generator whose state a forked child inherits: two children would
+/// receive each other's answers.
+#[tokio::test]
+async fn the_inbox_of_each_connection_has_a_name_from_the_system() {
+    let server = NatsServer::start();
+    let mut records = raw(&server).await.subscribe("$KV.>").await.unwrap();
+    let mut inboxes = std::collections::BTreeSet::new();
+    for n in 0..3 {
+        let store = connect(&server).await;
+        for store in [store.handle(), store.upkeep()] {
+            let owner = store.context().new_owner();
+            let key = Key::new("test", format!("{n}{}", inboxes.len())).unwrap();
+            store.reserve(&ReserveRequest::new(key, owner, LEASE, LEASE)).await.unwrap();
+            let reply = records.next().await.unwrap().reply.expect("a subject for the answer").to_string();
+            let name = reply.split('.').nth(1).unwrap().to_owned();
+            assert!(name.len() == 32 && name.bytes().all(|byte| byte.is_ascii_hexdigit()), "{reply}");
+            inboxes.insert(name);
+        }
+    }
+    assert_eq!(inboxes.len(), 6, "{inboxes:?}");
+}
+
 #[test]
 fn each_runtime_has_a_connection_of_its_own() {
     let server = NatsServer::start();

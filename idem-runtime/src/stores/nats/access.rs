@@ -201,7 +201,7 @@ impl Access<'_> {
         match answer {
             GetAnswer { error: Some(error), .. } if error.is_no_message() => Ok(LastMessage::Absent(0)),
             GetAnswer { error: Some(error), .. } => Err(error.failed()),
-            GetAnswer { message: Some(message), .. } => message.read().ok_or_else(|| unexpected("a message")),
+            GetAnswer { message: Some(message), .. } => message.read(subject).ok_or_else(|| unexpected("a message")),
             GetAnswer { .. } => Err(unexpected("no message and no error")),
         }
     }

@@ -118,6 +118,9 @@ impl Link {
             let options = plan
                 .options
                 .clone()
+                // The driver numbers its inboxes by a generator whose state a forked child inherits. Two children would
+                // receive each other's answers, and take an acknowledgement or a record of another key for their own.
+                .custom_inbox_prefix(format!("_INBOX.{:032x}", clock.entropy()))
                 .connection_timeout(left)
                 .ping_interval(PING_EVERY)
                 .reconnect_delay_callback(|tries| {

@@ -82,6 +82,8 @@ pub(super) const HEADER_BYTES: usize = 256;
 /// Message in an answer of the stream.
 #[derive(Deserialize)]
 pub(super) struct WireMessage<'a> {
+    #[serde(borrow)]
+    subject: Cow<'a, str>,
     seq: u64,
     #[serde(borrow, default)]
     hdrs: Option<Cow<'a, str>>,
@@ -92,8 +94,12 @@ pub(super) struct WireMessage<'a> {
 }
 
 impl WireMessage<'_> {
-    /// Returns the record in the message. `None` if the message is not as servers write messages.
-    pub(super) fn read(&self) -> Option<LastMessage> {
+    /// Returns the record in the message on `subject`. `None` if the message is not as servers write messages, or is on
+    /// another subject.
+    pub(super) fn read(&self, subject: &str) -> Option<LastMessage> {
+        if self.subject != subject {
+            return None;
+        }
         let decoded = |part: &Option<Cow<'_, str>>| {
             part.as_ref().map_or(Some(Vec::new()), |part| BASE64_STANDARD.decode(part.as_bytes()).ok())
         };
@@ -168,7 +174,7 @@ mod tests {
     use super::*;
 
     fn read(json: &str) -> Option<LastMessage> {
-        serde_json::from_str::<WireMessage<'_>>(json).ok()?.read()
+        serde_json::from_str::<WireMessage<'_>>(json).ok()?.read("s")
     }
 
     #[test]
@@ -185,11 +191,13 @@ mod tests {
     fn a_message_without_a_value_is_no_record() {
         let encoded = |headers: &str| BASE64_STANDARD.encode(headers);
         for headers in ["NATS/1.0\r\nKV-Operation: DEL\r\n\r\n", "NATS/1.0\r\nNats-Marker-Reason: MaxAge\r\n\r\n"] {
-            let json = format!(r#"{{"seq":3,"hdrs":"{}","time":"2026-11-27T16:19:23Z"}}"#, encoded(headers));
+            let json =
+                format!(r#"{{"subject":"s","seq":3,"hdrs":"{}","time":"2026-11-27T16:19:23Z"}}"#, encoded(headers));
             assert!(matches!(read(&json), Some(LastMessage::Absent(3))), "{headers}");
         }
         let headers = encoded("NATS/1.0\r\nidem-retention: 1500\r\nNats-TTL: 2\r\n\r\n");
-        let json = format!(r#"{{"seq":3,"hdrs":"{headers}","data":"aWRlbQ==","time":"1970-01-01T00:00:01Z"}}"#);
+        let json =
+            format!(r#"{{"subject":"s","seq":3,"hdrs":"{headers}","data":"aWRlbQ==","time":"1970-01-01T00:00:01Z"}}"#);
         let Some(LastMessage::Record(record)) = read(&json) else { panic!("a record") };
         assert_eq!((record.sequence, record.stored_at, record.retention), (3, 1_000_000_000, Some(1500)));
         assert_eq!(&record.body[..], b"idem");
@@ -198,9 +206,10 @@ mod tests {
     #[test]
     fn garbage_is_no_message() {
         for json in [
-            r#"{"seq":3,"time":"now"}"#,
-            r#"{"seq":3,"data":"!","time":"2026-11-27T16:19:23Z"}"#,
-            r#"{"data":"aQ==","time":"2026-11-27T16:19:23Z"}"#,
+            r#"{"subject":"s","seq":3,"time":"now"}"#,
+            r#"{"subject":"other","seq":3,"time":"2026-11-27T16:19:23Z"}"#,
+            r#"{"subject":"s","seq":3,"data":"!","time":"2026-11-27T16:19:23Z"}"#,
+            r#"{"subject":"s","data":"aQ==","time":"2026-11-27T16:19:23Z"}"#,
         ] {
             assert!(read(json).is_none(), "{json}");
         }
