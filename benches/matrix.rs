@@ -17,7 +17,8 @@
 //!
 //! A round has a duration, not a number of calls, so the bench takes some 6 minutes on any machine. DynamoDB is an
 //! emulator here, without optimisation and with one request at a time: its figures show the speed of the emulator. The
-//! part for DynamoDB needs `--features dynamodb`, and `IDEM_TEST_DYNOXIDE`.
+//! part for DynamoDB needs `--features dynamodb`, and `IDEM_TEST_DYNOXIDE`; the part for NATS needs `--features nats`,
+//! and `IDEM_TEST_NATS`.
 
 #![allow(clippy::cast_precision_loss)] // Counts and times of a run are far below 2^52.
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
@@ -50,7 +51,7 @@ use tokio::runtime::Runtime;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
-const STORES: [&str; 6] = ["Memory", "SQLite", "Redis", "Redis Cluster", "PostgreSQL", "DynamoDB (emulator)"];
+const STORES: [&str; 7] = ["Memory", "SQLite", "Redis", "Redis Cluster", "PostgreSQL", "NATS", "DynamoDB (emulator)"];
 const TASKS: [u64; 3] = [1, 64, 1024];
 /// Number of orders that are shipped before the measurement, and whose results are then replayed.
 const SHIPPED: u64 = 1000;
@@ -179,6 +180,8 @@ enum Raw {
     Redis([redis::ByHand; 2]),
     Postgres(Vec<Arc<postgres::ByHand>>),
     Sqlite,
+    #[cfg(feature = "nats")]
+    Nats(idem_benches::by_hand::nats::ByHand),
 }
 
 /// One side of a comparison: a function that makes a given number of calls, and returns thousands of calls per second.
@@ -281,6 +284,40 @@ impl Subject {
             }
         });
         Self { raw: Raw::Postgres(raw), ..Self::new("PostgreSQL", runtime, stores, server) }
+    }
+
+    #[cfg(feature = "nats")]
+    fn nats() -> Self {
+        use idem_benches::by_hand::nats::ByHand;
+        let (server, runtime) = (idem_tests::nats::NatsServer::start(), runtime());
+        let url = server.url();
+        let (stores, raw) = runtime.block_on(async {
+            let open = async || idem_runtime::NatsStore::connect(&url).await.expect("connects").handle();
+            let raw = ByHand::connect(&url).await;
+            for order_id in (0..SHIPPED).chain(HELD_FROM..HELD_FROM + HELD) {
+                raw.ship(order_id).await;
+            }
+            ([open().await, open().await], raw)
+        });
+        Self { raw: Raw::Nats(raw), largest_result: 1_000_000, ..Self::new("NATS", runtime, stores, server) }
+    }
+
+    #[cfg(feature = "nats")]
+    fn raw_nats(&self, raw: &idem_benches::by_hand::nats::ByHand, work: Work, tasks: u64, count: u64) -> f64 {
+        let new = new_orders(count).start;
+        let calls = share(tasks, count, |_, calls| {
+            let raw = raw.clone();
+            async move {
+                for order_id in calls.map(|n| work.order(n, new)) {
+                    match work {
+                        Work::FirstRun => drop(raw.ship(order_id).await),
+                        Work::Replay => drop(raw.replay::<Receipt>(order_id).await),
+                        Work::InProgress => drop(raw.in_progress(order_id).await),
+                    }
+                }
+            }
+        });
+        self.rate(count, calls)
     }
 
     #[cfg(feature = "dynamodb")]
@@ -483,6 +520,8 @@ impl Subject {
                 Box::new(move |count| self.raw_redis(nodelay, work, tasks, count)),
             ],
             Raw::Postgres(raw) => vec![Box::new(move |count| self.raw_postgres(raw, work, tasks, count))],
+            #[cfg(feature = "nats")]
+            Raw::Nats(raw) => vec![Box::new(move |count| self.raw_nats(raw, work, tasks, count))],
             Raw::Sqlite => vec![Box::new(move |count| self.raw_sqlite(work, tasks, count))],
         }
     }
@@ -597,6 +636,21 @@ impl Subject {
             Raw::Redis([raw, _]) => {
                 let calls = share(16, count, |_, calls| {
                     let (mut raw, page) = (raw.clone(), Arc::clone(page));
+                    async move {
+                        for order_id in calls.map(|n| first + n) {
+                            match work {
+                                Work::FirstRun => drop(raw.run(order_id, || (*page).to_owned()).await),
+                                _ => assert_eq!(raw.replay::<String>(order_id).await.len(), page.len()),
+                            }
+                        }
+                    }
+                });
+                self.rate(count, calls)
+            }
+            #[cfg(feature = "nats")]
+            Raw::Nats(raw) => {
+                let calls = share(16, count, |_, calls| {
+                    let (raw, page) = (raw.clone(), Arc::clone(page));
                     async move {
                         for order_id in calls.map(|n| first + n) {
                             match work {
@@ -822,6 +876,10 @@ fn main() {
         if is_asked(name) {
             start().measure();
         }
+    }
+    #[cfg(feature = "nats")]
+    if is_asked("NATS") {
+        Subject::nats().measure();
     }
     #[cfg(feature = "dynamodb")]
     if is_asked("DynamoDB (emulator)") {

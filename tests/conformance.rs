@@ -35,6 +35,10 @@ store_conformance!(sentinel_replicated, idem_tests::cluster::sentinel_subject(re
 store_conformance!(dynamo, idem_tests::dynamo::Kind::Dynoxide.subject().await);
 #[cfg(feature = "dynamodb")]
 store_conformance!(ministack, idem_tests::dynamo::Kind::Ministack.subject().await);
+#[cfg(feature = "nats")]
+store_conformance!(nats, idem_tests::nats::subject().await);
+#[cfg(feature = "nats")]
+store_conformance!(nats_replicated, idem_tests::nats::replicated_subject().await);
 #[cfg(feature = "wrappers")]
 store_conformance!(cached, idem_tests::wrapped::cached());
 #[cfg(feature = "wrappers")]

@@ -68,6 +68,7 @@ stores! {
     cached: [EVEN, UNEVEN], 700;
     postgres: [EVEN, UNEVEN], 700;
     pgbouncer: [EVEN, UNEVEN], 700;
+    nats: [EVEN, UNEVEN], 700;
     // DynamoDB has two emulators, and both are slow.
     dynoxide: [EVEN], 256;
     ministack: [UNEVEN], 256;

@@ -495,6 +495,15 @@ fn dynamo_agrees_with_the_reference_in_real_time() {
     });
 }
 
+#[cfg(feature = "nats")]
+#[test]
+fn nats_agrees_with_the_reference_in_real_time() {
+    agrees_with_the_reference(8, false, async || {
+        let store = idem_runtime::NatsStore::connect(&idem_tests::nats::shared()).await.expect("connects");
+        (Arc::new(store) as Arc<dyn Store>, Time::Real)
+    });
+}
+
 #[cfg(feature = "postgres")]
 #[test]
 fn postgres_agrees_with_the_reference_in_real_time() {

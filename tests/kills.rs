@@ -158,6 +158,7 @@ stores! {
     postgres ("PostgreSQL"): retry child_key step step_child_key fail reconcile within;
     redis ("Redis"): retry child_key step step_child_key fail reconcile;
     dynamo ("DynamoDB"): retry child_key step step_child_key fail reconcile;
+    nats ("NATS JetStream"): retry child_key step step_child_key fail reconcile;
 }
 
 fn variable(name: &str, default: usize) -> usize {

@@ -113,7 +113,7 @@ pub(crate) struct Resolve {
     #[arg(long, value_name = "NAME", default_value = "json")]
     codec: String,
     /// Key of a record with a good result, whose shape the new result must have (default: other records of the scope,
-    /// or else the recorded result; in Redis and DynamoDB only the recorded result)
+    /// or else the recorded result; in Redis, NATS and DynamoDB only the recorded result)
     #[arg(long, value_name = "KEY")]
     like: Option<String>,
     /// Records a result whose shape differs from the shape of good results
@@ -180,7 +180,7 @@ pub(crate) struct Forget {
     /// Lists the records that would be removed, and removes none
     #[arg(long, requires = "prefix")]
     dry_run: bool,
-    /// Allows a scan of the whole store in Redis and DynamoDB, to find the keys with a prefix
+    /// Allows a scan of the whole store in Redis, NATS and DynamoDB, to find the keys with a prefix
     #[arg(long, requires = "prefix")]
     scan: bool,
     #[command(flatten)]
@@ -205,7 +205,7 @@ pub(crate) struct Release {
 
 /// Removes records whose retention has ended, and no others.
 ///
-/// May be interrupted and repeated. Redis and DynamoDB remove such records on their own.
+/// May be interrupted and repeated. Redis, NATS and DynamoDB remove such records on their own.
 #[derive(clap::Args)]
 #[command(after_help = STATUSES)]
 pub(crate) struct Purge {
@@ -1001,7 +1001,7 @@ pub(crate) async fn purge(arguments: &Purge) -> Result<ExitCode, Stop> {
     }
     let object = json!({ "store": store.name(), "action": "purge", "removed": removed });
     let text = match (store.name(), removed) {
-        ("redis" | "dynamodb", 0) => format!("{} removes expired records by itself", store.name()),
+        ("redis" | "nats" | "dynamodb", 0) => format!("{} removes expired records by itself", store.name()),
         _ => format!("{removed} expired records removed from {}", store.name()),
     };
     Output { json: arguments.json }.line(&object, &text)?;

@@ -14,6 +14,9 @@ pub(crate) fn check_scan(kind: &str, scan: bool) -> Result<(), Stop> {
             "Redis has no order of keys: `SCAN` walks through everything it holds, may miss records and repeat others"
         }
         "dynamodb" => "DynamoDB reads the whole table and bills it: half a read unit for each 4 KB, results included",
+        "nats" => {
+            "a stream has no order of keys: the list walks through all its messages, results included, and may repeat records"
+        }
         _ => return Ok(()),
     };
     Err(Stop::Refused(format!("{cost}; add --scan if that is meant")))

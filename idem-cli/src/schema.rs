@@ -36,7 +36,7 @@ pub(crate) struct Print {
     /// Schema of PostgreSQL
     #[arg(long, value_name = "NAME", default_value = "idem")]
     schema: String,
-    /// Table of SQLite or DynamoDB
+    /// Table of SQLite or DynamoDB, bucket of NATS
     #[arg(long, value_name = "NAME")]
     table: Option<String>,
     /// Number of hash partitions of the table, in PostgreSQL (docs/operations.md: "At size")
@@ -58,6 +58,8 @@ enum Kind {
     Sqlite,
     #[cfg(feature = "dynamodb")]
     Dynamodb,
+    #[cfg(feature = "nats")]
+    Nats,
 }
 
 /// Compares the table in the server with the table that this release needs. Exit status 1 if they differ, 4 if there is
@@ -173,6 +175,27 @@ fn definition(arguments: &Print) -> Vec<(&'static str, String)> {
             let template =
                 template.replace("\"TableName\": \"idempotency\"", &format!("\"TableName\": {}", json!(name)));
             vec![("table", template), ("grants", format!("{policy:#}"))]
+        }
+        #[cfg(feature = "nats")]
+        Kind::Nats => {
+            let bucket = arguments.table.as_deref().unwrap_or(crate::store::nats::BUCKET);
+            let settings = idem_runtime::NatsStore::options().bucket(bucket).stream_settings();
+            let settings: serde_json::Value = serde_json::from_str(&settings).unwrap_or_default();
+            // Operators also list records, through a consumer.
+            let handlers = [
+                format!("$KV.{bucket}.>"),
+                format!("$JS.API.STREAM.INFO.KV_{bucket}"),
+                format!("$JS.API.STREAM.MSG.GET.KV_{bucket}"),
+                format!("$JS.API.DIRECT.GET.KV_{bucket}.>"),
+            ];
+            let consumers = format!("$JS.API.CONSUMER.*.KV_{bucket}.>");
+            let next = format!("$JS.API.CONSUMER.MSG.NEXT.KV_{bucket}.>");
+            let operators = [&handlers[..], &[consumers, next]].concat();
+            let grants = json!({
+                "handlers": { "publish": handlers, "subscribe": ["_INBOX.>", format!("$KV.{bucket}.>")] },
+                "operators": { "publish": operators, "subscribe": ["_INBOX.>"] },
+            });
+            vec![("table", format!("{settings:#}")), ("grants", format!("{grants:#}"))]
         }
     }
 }

@@ -68,6 +68,7 @@
 //! | `postgres` | `PostgresStore`: PostgreSQL 12 and newer |
 //! | `postgres-tls` | `sslmode=require` in URLs for `PostgresStore`: rustls, with the certificates that the system trusts |
 //! | `dynamodb` | `DynamoStore`: a DynamoDB table, through the client of `aws-sdk-dynamodb` |
+//! | `nats` | `NatsStore`: a key-value bucket of JetStream, NATS 2.11 and newer |
 //! | `cached` | `Cached`: a cache of finished records in this process, in front of any store |
 //! | `compressed` | `Compressed`: large results compressed with zstd, in any store |
 //! | `offloaded` | `Offloaded`: large results in an object store, records in any store |
@@ -97,6 +98,8 @@
 #![cfg_attr(not(feature = "postgres"), doc = "[`PostgresStore`]: #features")]
 #![cfg_attr(feature = "dynamodb", doc = "[`DynamoStore`]: DynamoStore")]
 #![cfg_attr(not(feature = "dynamodb"), doc = "[`DynamoStore`]: #features")]
+#![cfg_attr(feature = "nats", doc = "[`NatsStore`]: NatsStore")]
+#![cfg_attr(not(feature = "nats"), doc = "[`NatsStore`]: #features")]
 #![cfg_attr(feature = "cached", doc = "[`Cached`]: Cached")]
 #![cfg_attr(not(feature = "cached"), doc = "[`Cached`]: #features")]
 #![cfg_attr(feature = "compressed", doc = "[`Compressed`]: Compressed")]
@@ -223,6 +226,12 @@ pub mod dynamodb {
     pub use crate::stores::dynamo::{DynamoOptions, DynamoStore};
 }
 
+/// Records in a key-value bucket of NATS JetStream.
+#[cfg(feature = "nats")]
+pub mod nats {
+    pub use crate::stores::nats::{NatsOptions, NatsStore};
+}
+
 /// A cache of finished records in this process, in front of any store.
 #[cfg(feature = "cached")]
 pub mod cached {
@@ -268,6 +277,9 @@ pub use key::{Key, KeyDisplay, KeyPart};
 #[cfg(feature = "memory")]
 #[doc(inline)]
 pub use memory::MemoryStore;
+#[cfg(feature = "nats")]
+#[doc(inline)]
+pub use nats::NatsStore;
 #[cfg(feature = "offloaded")]
 #[doc(inline)]
 pub use offloaded::Offloaded;

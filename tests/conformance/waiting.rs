@@ -133,6 +133,8 @@ macro_rules! waiting {
 waiting!(memory, memory(), 10_000);
 waiting!(redis, Kind::Redis.subject().await, 10_000);
 waiting!(valkey, Kind::Valkey.subject().await, 10_000);
+#[cfg(feature = "nats")]
+waiting!(nats, idem_tests::nats::subject().await, 2_000);
 #[cfg(feature = "sqlite")]
 waiting!(sqlite, idem_tests::sqlite::subject().await, 10_000);
 #[cfg(feature = "postgres")]

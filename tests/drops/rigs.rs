@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use idem_runtime::postgres::PostgresOptions;
-use idem_runtime::{Cached, MemoryStore, PostgresStore, RedisStore, SqliteStore, Store};
+use idem_runtime::{Cached, MemoryStore, NatsStore, PostgresStore, RedisStore, SqliteStore, Store};
 use idem_tests::cluster::{Cluster, Watched};
 use idem_tests::dynamo::{self, Emulator, TABLE, Wire};
+use idem_tests::nats::NatsServer;
 use idem_tests::postgres::{PgBouncer, PostgresServer};
 use idem_tests::proxy::{Line, Proxy};
 use idem_tests::server::{Kind, RedisServer, free_port};
@@ -176,4 +177,12 @@ pub async fn dynoxide(answer: Duration) -> Rig {
 
 pub async fn ministack(answer: Duration) -> Rig {
     dynamo(dynamo::Kind::Ministack, answer).await
+}
+
+pub async fn nats(answer: Duration) -> Rig {
+    let server = NatsServer::start();
+    let line = Proxy::to(server.port()).await;
+    let url = format!("nats://127.0.0.1:{}", line.port());
+    let open = async || NatsStore::options().response_timeout(answer).connect(&url).await.expect("connects");
+    rig([open().await, open().await], [line], server)
 }

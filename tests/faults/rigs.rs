@@ -8,6 +8,7 @@ use std::time::Duration;
 use idem_runtime::{Error, Policy, PostgresStore};
 use idem_tests::cluster::{Cluster, Watched, ask, until};
 use idem_tests::dynamo::{self, Emulator, TABLE};
+use idem_tests::nats::{self, NatsCluster, NatsServer};
 use idem_tests::postgres::PostgresServer;
 use idem_tests::proxy::{Line, Proxy};
 use idem_tests::race::{self, Crew};
@@ -698,6 +699,146 @@ impl Rig for Dynamo {
             Fault::connections_cut => set_all(&self.lines, Line::Pass),
             Fault::disk_full => self.disk.heal(),
             Fault::table_removed => self.emulator.ensure_table().await,
+            _ => {}
+        }
+    }
+}
+
+// Rig of NATS.
+
+/// NATS server, or a cluster of three servers for the fault `failover`.
+pub struct Nats {
+    servers: NatsServers,
+    lines: Vec<Proxy>,
+}
+
+enum NatsServers {
+    One(NatsServer),
+    Cluster(NatsCluster),
+}
+
+/// Bucket of the racers.
+const BUCKET: &str = "race";
+
+/// Configuration of a server whose user `worker` may publish on these subjects.
+fn rights(publish: &str) -> String {
+    format!(
+        "accounts {{ A {{ jetstream: enabled, users: [ {{ user: all, password: all }}, {{ user: worker, password: worker, \
+         permissions: {{ publish: {{ {publish} }}, subscribe: \">\" }} }} ] }} }}\nno_auth_user: all\n"
+    )
+}
+
+impl Nats {
+    pub async fn start(fault: Fault) -> Self {
+        if fault == Fault::failover {
+            return Self { servers: NatsServers::Cluster(NatsCluster::start(BUCKET).await), lines: Vec::new() };
+        }
+        let server = NatsServer::start_with(nats::Kind::Nats, &rights("allow: \">\""));
+        let (lines, _) = proxied(fault, &[server.port()]).await;
+        let rig = Self { servers: NatsServers::One(server), lines };
+        rig.make_stream().await;
+        rig
+    }
+
+    fn server(&mut self) -> &mut NatsServer {
+        match &mut self.servers {
+            NatsServers::One(server) => server,
+            NatsServers::Cluster(_) => unreachable!("only a failover needs a cluster"),
+        }
+    }
+
+    fn url(&self) -> String {
+        match &self.servers {
+            NatsServers::One(server) => server.url(),
+            NatsServers::Cluster(cluster) => cluster.url(),
+        }
+    }
+
+    async fn make_stream(&self) {
+        idem_runtime::NatsStore::options().bucket(BUCKET).connect(&self.url()).await.expect("makes the stream");
+    }
+
+    /// Sends a request about the stream, and returns the answer.
+    async fn ask(&self, verb: &str, question: String) -> serde_json::Value {
+        let client = async_nats::connect(self.url()).await.expect("connects");
+        let answer = client.request(format!("$JS.API.STREAM.{verb}.KV_{BUCKET}"), question.into()).await;
+        let answer: serde_json::Value = serde_json::from_slice(&answer.expect("an answer").payload).expect("JSON");
+        assert!(answer["error"].is_null(), "{verb}: {answer}");
+        answer
+    }
+
+    /// Sets the number of bytes that the stream may hold: as many as it holds now, or any number (-1).
+    async fn limit(&self, unlimited: bool) {
+        let mut info = self.ask("INFO", String::new()).await;
+        let most = if unlimited { (-1).into() } else { info["state"]["bytes"].take() };
+        info["config"]["max_bytes"] = most;
+        self.ask("UPDATE", info["config"].to_string()).await;
+    }
+
+    /// Kills the leader of the stream, and starts it again after another server leads.
+    async fn fail_over(&mut self) {
+        let NatsServers::Cluster(cluster) = &mut self.servers else { unreachable!("a single server has no replica") };
+        let leader = cluster.leader(0, BUCKET).await.expect("a leader");
+        cluster.servers[leader].kill();
+        let other = (leader + 1) % 3;
+        until("another server leads", async || cluster.leader(other, BUCKET).await.is_some_and(|it| it != leader))
+            .await;
+        cluster.servers[leader].run();
+    }
+}
+
+impl Rig for Nats {
+    fn spec(&self) -> String {
+        match (&self.servers, self.lines.first()) {
+            (NatsServers::Cluster(_), _) => format!("nats {} {BUCKET} 3", self.url()),
+            (NatsServers::One(server), None) => {
+                format!("nats nats://worker:worker@127.0.0.1:{} {BUCKET}", server.port())
+            }
+            (NatsServers::One(_), Some(line)) => {
+                format!("nats nats://worker:worker@127.0.0.1:{} {BUCKET}", line.port())
+            }
+        }
+    }
+
+    fn lines(&self) -> &[Proxy] {
+        &self.lines
+    }
+
+    fn slow_line(&self) -> (usize, u32) {
+        // Results are small, because each call has a time limit, whatever the size of its message.
+        (40 * 1024, 2_000_000)
+    }
+
+    fn moments(&self) -> &'static [Fault] {
+        &[Fault::out_of_memory]
+    }
+
+    async fn break_down(&mut self, fault: Fault) {
+        match fault {
+            Fault::server_killed_and_restarted => self.server().kill(),
+            Fault::server_stopped_and_continued => self.server().signal("-STOP"),
+            Fault::failover => self.fail_over().await,
+            Fault::connections_cut => set_all(&self.lines, Line::Refuse),
+            Fault::out_of_memory => self.limit(false).await,
+            Fault::records_deleted => {
+                self.ask("PURGE", String::new()).await;
+            }
+            Fault::table_removed => {
+                self.ask("DELETE", String::new()).await;
+            }
+            Fault::renewals_refused => self.server().configure(&rights("deny: \"$KV.>\"")),
+            _ => unreachable!("{fault:?}"),
+        }
+    }
+
+    async fn heal(&mut self, fault: Fault) {
+        match fault {
+            Fault::server_killed_and_restarted => self.server().run(),
+            Fault::server_stopped_and_continued => self.server().signal("-CONT"),
+            Fault::connections_cut => set_all(&self.lines, Line::Pass),
+            Fault::out_of_memory => self.limit(true).await,
+            Fault::table_removed => self.make_stream().await,
+            Fault::renewals_refused => self.server().configure(&rights("allow: \">\"")),
             _ => {}
         }
     }

@@ -7,7 +7,7 @@ use idem_runtime::http::{Caller, IdempotencyLayer};
 use idem_runtime::{MemoryStore, PostgresStore, Store};
 use idem_tests::server::Kind;
 use idem_tests::sqlite::Folder;
-use idem_tests::{dynamo, postgres, stores};
+use idem_tests::{dynamo, nats, postgres, stores};
 
 use crate::rig::*;
 
@@ -25,6 +25,7 @@ async fn every_store_replays_a_response_byte_for_byte() {
         format!("redis {redis} http"),
         format!("postgres {postgres} {schema}"),
         format!("dynamo {dynamo} {}", dynamo::TABLE),
+        format!("nats {} http", nats::shared()),
         format!("wrapped {redis} wrapped-http {}", objects.path().display()),
     ];
     let mut opened: Vec<(String, Arc<dyn Store>)> = vec![("memory".to_owned(), Arc::new(MemoryStore::new()))];

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use idem_runtime::PostgresStore;
 use idem_tests::server::Kind;
 use idem_tests::sqlite::Folder;
-use idem_tests::{dynamo, postgres, sqlite};
+use idem_tests::{dynamo, nats, postgres, sqlite};
 
 /// Store of one test.
 pub struct Rig {
@@ -42,6 +42,7 @@ impl Rig {
             }
             "redis" => format!("redis {} kills_{}", Kind::Redis.shared(), number()),
             "dynamo" => format!("dynamo {} {}", dynamo::Kind::Dynoxide.shared(), dynamo::TABLE),
+            "nats" => format!("nats {} kills_{}", nats::shared(), number()),
             _ => panic!("`{store}` is no store"),
         };
         Self { spec, folder }

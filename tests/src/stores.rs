@@ -12,6 +12,7 @@ use idem_runtime::{RedisStore, Store, StoreError};
 /// - `redis URL PREFIX`, of any topology that `RedisStore::connect` accepts
 /// - `replicated URL PREFIX`, like `redis` with `min_replicas(1)`
 /// - `dynamo ENDPOINT TABLE`, or `dynamo ENDPOINT TABLE SKEW`
+/// - `nats URL BUCKET`, or `nats URL,URL,URL BUCKET REPLICAS`
 /// - `wrapped URL PREFIX FOLDER`: all wrappers around a Redis, with objects in a folder
 ///
 /// # Panics
@@ -51,6 +52,15 @@ pub async fn open(spec: &str, lease: Duration) -> Arc<dyn Store> {
             };
             let client = || crate::dynamo::client(&crate::dynamo::Wire::to(endpoint));
             Arc::new(options.upkeep_client(client()).build(client(), table))
+        }
+        #[cfg(feature = "nats")]
+        ["nats", url, bucket, ref replicas @ ..] => {
+            let options = idem_runtime::NatsStore::options().bucket(bucket).response_timeout(answer);
+            let options = match replicas.first() {
+                Some(replicas) => options.num_replicas(replicas.parse().expect("a number")),
+                None => options,
+            };
+            Arc::new(patiently(|| options.clone().connect(url)).await)
         }
         #[cfg(feature = "wrappers")]
         ["wrapped", url, prefix, folder] => {

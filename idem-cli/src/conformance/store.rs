@@ -38,6 +38,8 @@ const UNARMED: [&str; 3] = ["unreachable_store", "foreign_value", "blocked_recor
 const LONGEST: Duration = Duration::from_secs(300);
 /// Largest result that the checks write to DynamoDB, which limits an item to 400 KB.
 const LARGEST_ITEM: usize = 390_000;
+/// Largest result that the checks write to NATS, which limits a message to 1 MiB.
+const LARGEST_MESSAGE: usize = 1_000_000;
 
 pub(crate) async fn main(arguments: &StoreCheckArguments) -> Result<ExitCode, Stop> {
     let clauses = chosen(&arguments.names)?;
@@ -46,6 +48,9 @@ pub(crate) async fn main(arguments: &StoreCheckArguments) -> Result<ExitCode, St
     let mut subject = Subject::new(arguments.store.open().await?).peer(arguments.store.open().await?);
     if place.kind() == "dynamodb" {
         subject = subject.largest_result(LARGEST_ITEM).patience(Duration::from_secs(120));
+    }
+    if place.kind() == "nats" {
+        subject = subject.largest_result(LARGEST_MESSAGE);
     }
     // The check of a clause fails by a panic. The clause's line of output shows the message of the panic, so the
     // default hook must not print this message too.

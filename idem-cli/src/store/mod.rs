@@ -2,6 +2,8 @@
 
 #[cfg(feature = "dynamodb")]
 pub(crate) mod dynamodb;
+#[cfg(feature = "nats")]
+pub(crate) mod nats;
 #[cfg(feature = "postgres")]
 pub(crate) mod postgres;
 #[cfg(feature = "redis")]
@@ -20,11 +22,11 @@ use crate::report::{Stop, hidden, time_limit};
 const FORMS: &str = "sqlite:PATH[?table=NAME], redis://[user:password@]host[:port][/database], rediss://…, \
                      redis-cluster://host[:port][,host…], redis-sentinel://host[:port][,host…]/name, \
                      postgres://[user[:password]@]host[:port][/database][?schema=NAME][&sslmode=require][&pgbouncer=true] \
-                     or dynamodb://TABLE?region=NAME[&endpoint=URL]";
+                     nats://[user:password@]host[:port][,host…][/BUCKET] or dynamodb://TABLE?region=NAME[&endpoint=URL]";
 
 /// Schemes of all stores, including those that this build leaves out.
-const KNOWN: [&str; 8] =
-    ["sqlite", "redis", "rediss", "redis-cluster", "redis-sentinel", "postgres", "postgresql", "dynamodb"];
+const KNOWN: [&str; 9] =
+    ["sqlite", "redis", "rediss", "redis-cluster", "redis-sentinel", "postgres", "postgresql", "nats", "dynamodb"];
 
 /// Selection of the store and of its namespace.
 #[derive(clap::Args, Debug)]
@@ -150,6 +152,8 @@ pub(crate) trait Place {
 pub(crate) enum Server<'a> {
     #[cfg(feature = "dynamodb")]
     Dynamo(&'a dynamodb::Table),
+    #[cfg(feature = "nats")]
+    Nats(&'a nats::Bucket),
     #[cfg(feature = "postgres")]
     Postgres(&'a postgres::Database),
     #[cfg(feature = "redis")]
@@ -157,7 +161,13 @@ pub(crate) enum Server<'a> {
     #[cfg(feature = "sqlite")]
     Sqlite(&'a sqlite::File),
     /// Never constructed. Keeps the enum valid in a build without stores.
-    #[cfg(not(any(feature = "dynamodb", feature = "postgres", feature = "redis", feature = "sqlite")))]
+    #[cfg(not(any(
+        feature = "dynamodb",
+        feature = "nats",
+        feature = "postgres",
+        feature = "redis",
+        feature = "sqlite"
+    )))]
     #[expect(dead_code, reason = "it only gives the lifetime a use")]
     Absent(&'a std::convert::Infallible),
 }
@@ -176,6 +186,8 @@ fn place(url: &str) -> Result<Box<dyn Place>, String> {
         }
         #[cfg(feature = "postgres")]
         "postgres" | "postgresql" => boxed(postgres::Database::parse(url)),
+        #[cfg(feature = "nats")]
+        "nats" => boxed(nats::Bucket::parse(url)),
         #[cfg(feature = "dynamodb")]
         "dynamodb" => boxed(dynamodb::Table::parse(url)),
         known if KNOWN.contains(&known) => {

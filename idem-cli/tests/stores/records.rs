@@ -561,6 +561,9 @@ async fn errors_of_wrong_use_show_no_passwords() {
         ("redis-sentinel://bob:secret@a", "the name of the primary is missing"),
         ("postgres://bob:secret@host:port/db", "write `postgres://"),
         ("postgres://bob:secret@host/db?pgbouncer=maybe", "`pgbouncer` is `true` or `false`"),
+        ("nats://bob:secret@/orders", "write `nats://"),
+        ("nats://bob:secret@h/a.b", "the name of a bucket"),
+        ("nats://bob:secret@h/b?user=x", "its parameter is `credentials`"),
         ("dynamodb://x", "the name of a table"),
         ("dynamodb://records?region=r&endpoint=secret", "`endpoint` begins with"),
         ("dynamodb://records", "say which region"),
@@ -591,6 +594,7 @@ fn a_command_on_an_unreachable_store_exits_with_status_3() {
         "redis-cluster://bob:secret@127.0.0.1:1",
         "redis-sentinel://bob:secret@127.0.0.1:1/main",
         "postgres://bob:secret@127.0.0.1:1/db",
+        "nats://bob:secret@127.0.0.1:1/orders",
         "dynamodb://records?region=eu-central-1&endpoint=http://127.0.0.1:1",
     ] {
         for verb in [&["show", "pay/42", "--timeout", "2"][..], &["doctor", "--timeout", "2"]] {
@@ -737,6 +741,10 @@ fn schema_print_needs_no_server() {
     let text = |at: usize| serde_json::from_str::<serde_json::Value>(parts[at]["text"].as_str().unwrap()).unwrap();
     assert_eq!(text(0)["Resources"]["IdempotencyTable"]["Properties"]["TableName"], "shop");
     assert_eq!(text(1)["Statement"][0]["Action"].as_array().unwrap().len(), 3);
+    let parts = print(&["nats", "--table", "shop", "--json"]).lines();
+    let text = |at: usize| serde_json::from_str::<serde_json::Value>(parts[at]["text"].as_str().unwrap()).unwrap();
+    assert_eq!(text(0)["subjects"][0], "$KV.shop.>");
+    assert_eq!(text(1)["handlers"]["publish"][2], "$JS.API.STREAM.MSG.GET.KV_shop");
     run(&mut command(["schema", "print", "redis"])).ends(2);
 }
 

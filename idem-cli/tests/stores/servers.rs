@@ -2,9 +2,10 @@
 
 use std::process::Stdio;
 
-use idem_runtime::{DynamoStore, PostgresStore, RedisStore, Store};
+use idem_runtime::{DynamoStore, NatsStore, PostgresStore, RedisStore, Store};
 use idem_tests::cluster::{Cluster, Watched};
 use idem_tests::dynamo::{self, Emulator};
+use idem_tests::nats::{self, NatsServer};
 use idem_tests::postgres::{self, PgBouncer, PostgresServer};
 use idem_tests::server::{Kind, RedisServer, raw, until};
 use idem_tests::sqlite::Folder;
@@ -50,7 +51,7 @@ async fn settles(url: &str, store: &dyn Store) {
     completed(store, "kept", b"1").await;
     idem_at(url, &["purge"]).ends(0);
     assert_eq!(state(store, "kept").await, Some("completed"));
-    let scan: &[&str] = if ["redis", "dynamodb"].contains(&store.context().name()) { &["--scan"] } else { &[] };
+    let scan: &[&str] = if ["redis", "nats", "dynamodb"].contains(&store.context().name()) { &["--scan"] } else { &[] };
     if !scan.is_empty() {
         for verb in ["list", "stats", "watch"] {
             idem_at(url, &[verb]).ends(1).complains("add --scan");
@@ -109,6 +110,43 @@ async fn all_commands_work_on_a_sqlite_file() {
         .idem(&["conformance", "store", "--case", "no_such", "--yes"])
         .ends(2)
         .complains("there is no clause `no_such`");
+}
+
+#[tokio::test]
+async fn all_commands_work_on_a_nats_server() {
+    let server = NatsServer::start();
+    let url = format!("{}/orders", server.url());
+    idem_at(&url, &["show", "pay/42"]).ends(3).complains("there is no bucket `orders`");
+    idem_at(&url, &["schema", "diff"]).ends(4);
+    finds(&idem_at(&url, &["doctor", "--json"]).ends(1), "stream", "error", "there is no stream `KV_orders`");
+    for _ in 0..2 {
+        idem_at(&url, &["schema", "migrate", "--yes"]).ends(0);
+    }
+    idem_at(&url, &["schema", "diff"]).ends(0);
+    let store = NatsStore::options().bucket("orders").connect(&server.url()).await.unwrap();
+    settles(&url, &store).await;
+    let doctor = idem_at(&url, &["doctor", "--json"]).ends(0);
+    for check in ["version", "max_payload", "stream", "protection", "room", "probe"] {
+        finds(&doctor, check, "ok", "");
+    }
+    finds(&doctor, "replicas", "warning", "1");
+    finds(&doctor, "sync_interval", "unknown", "");
+    // A stream of another program, whose settings are worse.
+    let raw = async_nats::connect(server.url()).await.unwrap();
+    let settings = r#"{"name":"KV_worse","subjects":["$KV.worse.>"],"max_msgs_per_subject":1,"allow_msg_ttl":true,
+        "discard":"new","max_bytes":1000,"allow_rollup_hdrs":true,"retention":"limits","storage":"file"}"#;
+    raw.request("$JS.API.STREAM.CREATE.KV_worse", settings.into()).await.unwrap();
+    nats::put(&server.url(), "$KV.worse.x", &[0; 900]).await;
+    let worse = idem_at(&format!("{}/worse", server.url()), &["doctor", "--json"]).ends(1);
+    finds(&worse, "protection", "warning", "deny_delete");
+    finds(&worse, "room", "warning", "max_bytes");
+    finds(&worse, "stream", "ok", "");
+    let settings = settings.replace("worse", "bad").replace("\"max_bytes\":1000", "\"max_age\":3600000000000");
+    raw.request("$JS.API.STREAM.CREATE.KV_bad", settings.into()).await.unwrap();
+    let bad = format!("{}/bad", server.url());
+    finds(&idem_at(&bad, &["doctor", "--json"]).ends(1), "stream", "error", "max_age");
+    idem_at(&bad, &["schema", "diff"]).ends(1).says("max_age");
+    idem_at(&bad, &["schema", "migrate", "--yes"]).ends(1).complains("max_age");
 }
 
 #[tokio::test]

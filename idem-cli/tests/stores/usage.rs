@@ -18,7 +18,7 @@ const AWKWARD: [&str; 8] = ["a b", "it's", "$HOME", "`id`", "a\nb", "\"x\" \\ !"
 fn pasted(records: &Records, line: &str) -> Run {
     let programs = records.folder.path().join("programs");
     std::fs::create_dir_all(&programs).unwrap();
-    for name in ["sqlite3", "psql", "redis-cli", "aws"] {
+    for name in ["sqlite3", "psql", "redis-cli", "aws", "nats"] {
         use std::os::unix::fs::PermissionsExt as _;
         let file = programs.join(name);
         std::fs::write(&file, "#!/bin/sh\nprintf '%s\\0' \"$@\"\n").unwrap();
@@ -75,6 +75,10 @@ async fn printed_commands_find_the_record_of_an_awkward_key_when_pasted() {
         let words = client_words(&records, "postgres://u:pw@h:7/d?schema=it's", &["--scope", "pay", value]);
         assert_eq!(words[..9], ["-h", "h", "-p", "7", "-U", "u", "-d", "d", "-x"]);
         assert!(words[10].starts_with("SELECT * FROM \"it's\".records WHERE key = '"), "{words:?}");
+        let url = "nats://bob:secret@h:9/orders";
+        let words = client_words(&records, url, &["--scope", "pay", value]);
+        let subject = idem_tests::nats::subject_of("orders", &of);
+        assert_eq!(words, ["--server", "h:9", "stream", "get", "KV_orders", "--last-for", &subject]);
         let url = "dynamodb://records?region=r&endpoint=http://h:8";
         let words = client_words(&records, url, &["--scope", "pay", value]);
         let place =

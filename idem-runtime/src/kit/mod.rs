@@ -3,15 +3,15 @@
 
 #[cfg(any(feature = "redis", feature = "postgres"))]
 pub(crate) mod lanes;
-#[cfg(any(feature = "redis", feature = "postgres", feature = "dynamodb"))]
+#[cfg(any(feature = "redis", feature = "postgres", feature = "dynamodb", feature = "nats"))]
 pub(crate) mod looks;
-#[cfg(any(feature = "redis", feature = "postgres"))]
+#[cfg(any(feature = "redis", feature = "postgres", feature = "nats"))]
 pub(crate) mod lookup;
 #[cfg(any(feature = "redis", feature = "postgres"))]
 pub(crate) mod metered;
-#[cfg(any(feature = "redis", feature = "postgres"))]
+#[cfg(any(feature = "redis", feature = "postgres", feature = "nats"))]
 pub(crate) mod per_runtime;
-#[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite"))]
+#[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite", feature = "nats"))]
 pub(crate) mod replays;
-#[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite", feature = "dynamodb"))]
+#[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite", feature = "dynamodb", feature = "nats"))]
 pub(crate) mod waiting;

@@ -29,7 +29,7 @@ impl Record {
     }
 
     /// Decides like [`admit`](Self::admit), but takes the record by value and so copies no result.
-    #[cfg(any(feature = "memory", feature = "redis", feature = "sqlite"))]
+    #[cfg(any(feature = "memory", feature = "redis", feature = "sqlite", feature = "nats"))]
     pub(crate) fn admit_owned(self, request: &ReserveRequest, lapses_in: Duration) -> Admission {
         self.meet(request, lapses_in).unwrap_or_else(|| Admission::Answer(Reservation::finished(self)))
     }

@@ -115,12 +115,10 @@ pub(crate) fn identity(value: &[u8]) -> Option<[u8; 30]> {
     Some(identity)
 }
 
-/// Sets both times in `value` to `at`: the time when the key was first seen, and the time when the latest attempt
-/// began.
-#[cfg(feature = "redis")]
-pub(crate) fn set_times(value: &mut [u8], at: u64) {
-    let times = [at.to_be_bytes(), at.to_be_bytes()].concat();
-    value[IDENTITY_END..HEADER_BYTES].copy_from_slice(&times);
+/// Sets both times in `value`: the time when the key was first seen, and the time when the latest attempt began.
+#[cfg(any(feature = "redis", feature = "nats"))]
+pub(crate) fn set_times(value: &mut [u8], times: [u64; 2]) {
+    value[IDENTITY_END..HEADER_BYTES].copy_from_slice(times.map(u64::to_be_bytes).as_flattened());
 }
 
 /// Returns the number of bytes of `record` in its written form.

@@ -39,7 +39,7 @@ impl WaiterTable {
     }
 
     /// Wakes the waiters of all keys, for the case that a wake-up was lost.
-    #[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite"))]
+    #[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite", feature = "nats"))]
     pub(crate) fn wake_all(&self) {
         lock(&self.0).values().for_each(|waiters| waiters.woken.notify_waiters());
     }

@@ -37,7 +37,7 @@ impl RecordWrite<'_> {
         if let Some(reserved_at) = self.reserved_at {
             // `SET … IFEQ` writes this time. A script instead keeps the times of the stored record, if the stored
             // record has times.
-            format::set_times(&mut bytes[value_at..], reserved_at);
+            format::set_times(&mut bytes[value_at..], [reserved_at; 2]);
         }
         let expected_at = bytes.len();
         if let Some(expected) = self.expected {

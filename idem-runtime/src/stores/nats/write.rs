@@ -1,0 +1,116 @@
+//! Writes of an attempt to its own record.
+
+use std::time::Duration;
+
+use super::access::{Access, WriteOutcome};
+use super::failure::keeps_changing;
+use super::held::HeldRecord;
+use super::message::LastMessage;
+use crate::kit::looks::{LOOKS, pause_before};
+use crate::record::format::{self, START_BYTES, millis};
+use crate::record::{Finish, Journal, Lease, Record, Release, State, Verdict};
+use crate::store::StoreError;
+
+/// A write of an attempt to its own record.
+#[derive(Clone, Copy)]
+pub(super) enum Change<'a> {
+    Begin,
+    Renew,
+    Append(&'a Journal),
+    Finish(&'a Finish),
+    Release(Release),
+}
+
+impl Change<'_> {
+    /// Returns the record after this write, or the answer to a write that changes nothing. `lapses_in` is the time
+    /// until the lease of a pending record lapses.
+    fn apply(self, lease: &Lease, record: Record, lapses_in: Duration) -> Result<Record, Verdict> {
+        let is_held = record.is_pending() && record.is_of(lease);
+        match self {
+            Self::Begin if record.may_begin(lease, lapses_in) => {
+                let State::Pending { lease, ttl, on_crash, .. } = record.state else { return Err(Verdict::Refused) };
+                Ok(Record { state: State::Pending { lease, ttl, on_crash, begun: true }, ..record })
+            }
+            Self::Renew if is_held => Ok(record),
+            Self::Append(journal) if is_held => {
+                // A longer journal is a later one: a late copy of an earlier request must not replace it.
+                let present = record.journal.as_ref().map_or(0, |present| present.bytes().len());
+                let journal = if present < journal.bytes().len() { Some(journal.clone()) } else { record.journal };
+                Ok(Record { journal, ..record })
+            }
+            Self::Finish(finish) if is_held => Ok(Record::after(lease, finish.state())),
+            Self::Release(release) if record.is_pending() && record.owner == lease.owner => {
+                let attempts_used = record.attempts_used.saturating_sub(u32::from(!release.counts()));
+                Ok(Record { state: release.state(), attempts_used, ..record })
+            }
+            Self::Finish(_) => Err(record.ended(lease, true)),
+            Self::Release(_) => Err(record.ended(lease, false)),
+            Self::Begin | Self::Renew | Self::Append(_) => Err(Verdict::Refused),
+        }
+    }
+}
+
+/// Applies `change` to the record of `lease`. A record that this process has written last is changed without a read.
+pub(super) async fn change(access: &Access<'_>, lease: &Lease, change: Change<'_>) -> Result<Verdict, StoreError> {
+    let subject = access.core.subject_of(&lease.key);
+    if let Change::Append(journal) = change {
+        // The journal leaves room for the longer provenance of a later attempt.
+        access.check_size(journal.bytes().len() + 2 * START_BYTES)?;
+    }
+    for look in 0..LOOKS {
+        pause_before(look, access.clock()).await;
+        // The first look uses the record as this process has written it, if nothing depends on the server's clock.
+        let held = if look == 0 { access.core.held.here().get(lease.owner) } else { None };
+        let known = held.and_then(|held| known(access, &held));
+        let (sequence, record, times, lapses_in) = match known {
+            Some(known) => known,
+            None => match read(access, &subject).await? {
+                Some(read) => read,
+                None => {
+                    access.forget(lease.owner);
+                    return Ok(Verdict::Refused);
+                }
+            },
+        };
+        let with = match change.apply(lease, record, lapses_in) {
+            Ok(with) => with,
+            Err(answer) => return Ok(answer),
+        };
+        let retention = millis(with.retention(lease.ttl));
+        match access.put(&subject, sequence, &with, times, retention).await? {
+            WriteOutcome::Done(_) => {
+                if !with.is_pending() {
+                    access.core.waiting.wake(&subject);
+                }
+                return Ok(Verdict::Applied);
+            }
+            WriteOutcome::Refused => {}
+        }
+    }
+    Err(keeps_changing())
+}
+
+/// A pending record to be changed: its sequence number, the record, its times, and the time until its lease lapses.
+type Changeable = (u64, Record, [u64; 2], Duration);
+
+/// Returns the record in `held`, if its lease certainly holds: the leader stored it after the request was sent.
+fn known(access: &Access<'_>, held: &HeldRecord) -> Option<Changeable> {
+    let record = format::decode(&held.body).ok()?;
+    let State::Pending { lease, .. } = record.state else { return None };
+    let passed = access.clock().now().saturating_since(held.sent);
+    let lapses_in = lease.checked_sub(passed).filter(|left| !left.is_zero())?;
+    Some((held.sequence, record, times_of(&held.body, access), lapses_in))
+}
+
+/// Reads the record on `subject`. `None` if there is no record, or if it is not the record of any attempt.
+async fn read(access: &Access<'_>, subject: &str) -> Result<Option<Changeable>, StoreError> {
+    let LastMessage::Record(stored) = access.get(subject).await? else { return Ok(None) };
+    // An unreadable message is not the record of this attempt.
+    let Ok(record) = format::decode(&stored.body) else { return Ok(None) };
+    let standing = access.standing(&stored, &record).await?;
+    Ok(standing.map(|standing| (stored.sequence, record, times_of(&stored.body, access), standing.lapses_in)))
+}
+
+fn times_of(body: &bytes::Bytes, access: &Access<'_>) -> [u64; 2] {
+    format::times(body).map(|time| time.unwrap_or_else(|| access.core.millis()))
+}
