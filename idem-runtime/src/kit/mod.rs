@@ -1,17 +1,23 @@
 //! Code that several stores of the library use. A store imports only these modules of the crate: `kit`, `store`,
 //! `record`, `key`, `policy`, `clock`, `combine` and `sync`.
 
-#[cfg(any(feature = "redis", feature = "postgres"))]
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+pub(crate) mod held;
+#[cfg(any(feature = "redis", feature = "mysql", feature = "postgres"))]
 pub(crate) mod lanes;
-#[cfg(any(feature = "redis", feature = "postgres", feature = "dynamodb"))]
+#[cfg(any(feature = "redis", feature = "mysql", feature = "postgres", feature = "dynamodb"))]
 pub(crate) mod looks;
-#[cfg(any(feature = "redis", feature = "postgres"))]
+#[cfg(any(feature = "redis", feature = "mysql", feature = "postgres"))]
 pub(crate) mod lookup;
-#[cfg(any(feature = "redis", feature = "postgres"))]
+#[cfg(any(feature = "redis", feature = "mysql", feature = "postgres"))]
 pub(crate) mod metered;
-#[cfg(any(feature = "redis", feature = "postgres"))]
+#[cfg(any(feature = "redis", feature = "mysql", feature = "postgres"))]
 pub(crate) mod per_runtime;
-#[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite"))]
+#[cfg(any(feature = "redis", feature = "mysql", feature = "postgres", feature = "sqlite"))]
 pub(crate) mod replays;
-#[cfg(any(feature = "redis", feature = "postgres", feature = "sqlite", feature = "dynamodb"))]
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+pub(crate) mod rows;
+#[cfg(any(feature = "redis", feature = "mysql", feature = "postgres", feature = "sqlite", feature = "dynamodb"))]
 pub(crate) mod waiting;
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+pub(crate) mod work;
