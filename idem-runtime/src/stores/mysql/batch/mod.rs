@@ -154,17 +154,21 @@ impl Work for Reservations {
             self.replays.note(usize::from(met.is_replay()), 1);
             return Ok(met);
         }
-        let params = sql::reserve(request);
-        let met = if self.returns_rows() {
-            let answer = server.one(&server.sql.reserve_returning, params, Effect::Writes).await?;
-            answer.rows.first().map_or(LookupResult::Unseen, LookupResult::whole)
-        } else {
-            match server.one(&server.sql.reserve, params, Effect::Writes).await {
-                Ok(_) => LookupResult::Made,
-                Err(failure) if failure.is_duplicate => {
-                    server.row(key).await?.map_or(LookupResult::Unseen, |row| LookupResult::whole(&row))
+        let statement = if self.returns_rows() { &server.sql.reserve_returning } else { &server.sql.reserve };
+        let met = match server.one(statement, sql::reserve(request), Effect::Writes).await {
+            Ok(answer) if self.returns_rows() => answer.rows.first().map_or(LookupResult::Unseen, LookupResult::whole),
+            Ok(_) => LookupResult::Made,
+            Err(failure) if failure.is_duplicate => {
+                server.row(key).await?.map_or(LookupResult::Unseen, |row| LookupResult::whole(&row))
+            }
+            Err(failure) => {
+                // The insert has waited for a lock, for which a replay need not wait: the next one reads first.
+                if failure.is_locked
+                    && let Some(row) = server.row(key).await?
+                {
+                    self.replays.note(usize::from(LookupResult::whole(&row).is_replay()), 1);
                 }
-                Err(failure) => return Err(failure),
+                return Err(failure);
             }
         };
         self.replays.note(usize::from(met.is_replay()), 1);
