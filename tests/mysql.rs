@@ -801,11 +801,13 @@ async fn a_killed_server_loses_no_acknowledged_record() {
             join_all(names.iter().map(async |name| call(&store, name, &runs).await.0.is_ok().then(|| key(name))));
         let killed = async {
             tokio::time::sleep(Duration::from_millis(3)).await;
-            tokio::task::block_in_place(|| server.kill());
+            tokio::task::block_in_place(|| {
+                server.kill();
+                server.run();
+            });
         };
         let (calls, ()) = tokio::join!(calls, killed);
         finished.extend(calls.into_iter().flatten());
-        server.run();
         until("the server answers", async || store.ping().await.is_ok()).await;
         for key in &finished {
             let found = store.inspect(key).await.unwrap().expect("an acknowledged record");

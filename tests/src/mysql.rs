@@ -45,6 +45,11 @@ pub fn is_mariadb() -> bool {
     })
 }
 
+/// Argument that keeps the files of a server small.
+fn log_size() -> &'static str {
+    if is_mariadb() { "--innodb-log-file-size=8M" } else { "--innodb-redo-log-capacity=16M" }
+}
+
 fn am_root() -> bool {
     std::fs::metadata("/proc/self").is_ok_and(|me| me.uid() == 0)
 }
@@ -88,7 +93,7 @@ fn template() -> &'static Path {
             make.arg("--initialize-insecure");
             make
         };
-        make.args([&*data, "--innodb-log-file-size=8M", "--innodb-buffer-pool-size=32M"]);
+        make.args([&*data, log_size(), "--innodb-buffer-pool-size=32M"]);
         let made = make.output().unwrap_or_else(|error| panic!("no server can be set up: {error}; run ./scripts/test"));
         assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
         folder.join("data")
@@ -153,7 +158,7 @@ impl MySqlServer {
             .arg(format!("--pid-file={}", self.folder.join("pid").display()))
             .arg(format!("--port={}", self.port))
             .args(["--bind-address=127.0.0.1", "--skip-networking=0", "--max-connections=600"])
-            .args(["--innodb-buffer-pool-size=32M", "--innodb-log-file-size=8M"]);
+            .args(["--innodb-buffer-pool-size=32M", log_size()]);
         if !is_mariadb() {
             command.arg("--mysqlx=OFF");
         }
