@@ -547,7 +547,6 @@ async fn settings_of_the_server_change_neither_times_nor_keys() {
         "--transaction-isolation=SERIALIZABLE",
         "--sql-mode=ANSI,NO_BACKSLASH_ESCAPES",
         "--character-set-server=latin1",
-        "--lower-case-table-names=1",
     ]);
     let store = connect(&server.url()).await;
     let lease = reserved(&store, "Grüße, \\ ' \" `").await;

@@ -27,24 +27,24 @@ use crate::sync::lock;
 const TESTED_AFTER: Duration = Duration::from_secs(10);
 
 /// A connection, and the statements that are prepared in its session, by statement and number of rows.
-struct Session {
+struct MySqlSession {
     conn: Conn,
     prepared: HashMap<(usize, usize), mysql_async::Statement>,
     used_at: Instant,
 }
 
 /// Closes a connection whose exchange may still be in flight. The drop of a [`Conn`] would wait for the answer first.
-fn close(session: Session) {
-    // The first poll marks the connection as closed, and then writes the farewell. Whatever is left is dropped.
+fn close(session: MySqlSession) {
+    // The first poll marks the connection as closed, and then writes the farewell. The rest is dropped.
     let mut closing = pin!(session.conn.disconnect());
     let _ = closing.as_mut().poll(&mut Context::from_waker(Waker::noop()));
 }
 
 /// The connections of one runtime, with their time limits.
-pub(super) struct Database {
+pub(super) struct MySqlPool {
     opts: Opts,
     /// The connection that became idle last is used first: a lone task then always uses the same thread of the server.
-    idle: Mutex<Vec<Session>>,
+    idle: Mutex<Vec<MySqlSession>>,
     room: Semaphore,
     clock: Arc<dyn Clock>,
     timeout: Duration,
@@ -61,7 +61,7 @@ pub(super) struct Answer {
     pub(super) affected: usize,
 }
 
-impl Database {
+impl MySqlPool {
     pub(super) fn new(opts: Opts, size: usize, timeout: Duration, clock: Arc<dyn Clock>) -> Self {
         let large = size.saturating_sub(1) / 2;
         Self {
@@ -141,13 +141,13 @@ impl Database {
         Ok(ready)
     }
 
-    async fn connect(&self) -> Result<Session, OpFailure> {
+    async fn connect(&self) -> Result<MySqlSession, OpFailure> {
         let host = (self.opts.socket().is_none()).then(|| self.opts.ip_or_hostname());
         lookup::check(host.into_iter()).map_err(|error| OpFailure::not_sent(&error.to_string()))?;
         match race(Box::pin(Conn::new(self.opts.clone())), self.clock.sleep(self.timeout)).await {
             Some(Ok(conn)) => {
                 self.moved.set(self.clock.now());
-                Ok(Session { conn, prepared: HashMap::new(), used_at: self.clock.now() })
+                Ok(MySqlSession { conn, prepared: HashMap::new(), used_at: self.clock.now() })
             }
             Some(Err(error)) => Err(OpFailure::not_connected(&error)),
             None => Err(OpFailure::not_sent("no connection could be opened in time")),
@@ -155,7 +155,7 @@ impl Database {
     }
 }
 
-impl Link for Database {
+impl Link for MySqlPool {
     fn clock(&self) -> &Arc<dyn Clock> {
         &self.clock
     }
@@ -173,16 +173,16 @@ impl Link for Database {
     }
 }
 
-impl fmt::Debug for Database {
+impl fmt::Debug for MySqlPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Database").finish_non_exhaustive()
+        f.debug_struct("MySqlPool").finish_non_exhaustive()
     }
 }
 
 /// A connection that can send a statement immediately. The drop of this value closes the connection.
 pub(super) struct Ready<'a> {
-    database: &'a Database,
-    session: Option<Session>,
+    database: &'a MySqlPool,
+    session: Option<MySqlSession>,
     // Fields drop in order: the permit is returned only after the connection.
     _room: SemaphorePermit<'a>,
     _spare: Option<SemaphorePermit<'a>>,

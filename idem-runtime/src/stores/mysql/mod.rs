@@ -1,8 +1,9 @@
 //! Records in a table of a MySQL or MariaDB server.
 //!
 //! A record is one row. An insert that changes nothing if the key exists reserves the key; MariaDB returns the row of
-//! the key with the same statement, and MySQL with a second one. Every change of a row by an attempt is one `UPDATE` that
-//! compares the owner token, and every time is the server's. The store holds no transaction open while a handler runs.
+//! the key with the same statement, and MySQL with a second one. Every change of a row by an attempt is one `UPDATE`
+//! that compares the owner token, and every time is the server's. The store holds no transaction open while a handler
+//! runs.
 
 mod batch;
 mod client;
@@ -20,7 +21,7 @@ use mysql_async::Opts;
 use tokio::sync::{Semaphore, oneshot};
 
 use self::batch::{BeginMarks, EndRow, EndWrites, JournalRow, JournalWrites, LookupResult, Reservations, by_key};
-use self::client::Database;
+use self::client::MySqlPool;
 use self::failure::OpFailure;
 pub use self::options::MySqlOptions;
 use self::sql::{SizeLimit, Statements};
@@ -70,14 +71,14 @@ fn locked_or_changing(kind: StoreErrorKind) -> StoreError {
 ///   crash loses no acknowledged write; otherwise [`connect`](MySqlStore::connect) logs a warning. A failover to a
 ///   replica forgets the writes that had not reached the replica; semi-synchronous replication limits this loss.
 /// - *Limits*: keys up to [`Key::MAX_BYTES`]; results up to `max_result_bytes`, and never more than the server's
-///   `max_allowed_packet` less 16 KiB. A server that writes a log of changes needs `binlog_format` `ROW` or `MIXED`. Only
-///   [`purge`](Store::purge) and [`purge_every`](MySqlOptions::purge_every) delete the rows of expired records.
+///   `max_allowed_packet` less 16 KiB. A server that writes a log of changes needs `binlog_format` `ROW` or `MIXED`.
+///   Only [`purge`](Store::purge) and [`purge_every`](MySqlOptions::purge_every) delete the rows of expired records.
 /// - *Cost*: two statements for a first run; one for a replay or a running attempt on MariaDB, and on MySQL once most
 ///   calls are replays (two before). Statements of concurrent tasks are sent together and share one commit. A lone
-///   statement never waits for others, and a result or a journal of steps over 8 KB has its own statement. A heartbeat is
-///   one statement for up to 128 leases. A duplicate that waits for a running attempt is woken immediately if the attempt
-///   ends in the same process. Otherwise all waiting duplicates of a runtime poll with one statement every 50 ms for up to
-///   64 keys. A call for a key that a transaction of the user holds waits for 1 s at most.
+///   statement never waits for others, and a result or a journal of steps over 8 KB has its own statement. A heartbeat
+///   is one statement for up to 128 leases. A duplicate that waits for a running attempt is woken immediately if the
+///   attempt ends in the same process. Otherwise all waiting duplicates of a runtime poll with one statement every 50
+///   ms for up to 64 keys. A call for a key that a transaction of the user holds waits for 1 s at most.
 ///
 /// [`ensure_schema`](MySqlOptions::ensure_schema) creates the table, or your own migrations do, from
 /// [`schema_sql`](MySqlStore::schema_sql). Clones share the connections. Each tokio runtime that uses the store has its
@@ -95,8 +96,8 @@ pub struct MySqlStore(Arc<MySqlInner>);
 
 impl MySqlStore {
     /// Connects to the server at `url`: `mysql://[user[:password]@]host[:port]/database`. `?require_ssl=true` encrypts
-    /// and checks the certificate (feature `mysql-tls`); otherwise the connection is not encrypted. For more settings see
-    /// [`MySqlOptions`].
+    /// and checks the certificate (feature `mysql-tls`); otherwise the connection is not encrypted. For more settings
+    /// see [`MySqlOptions`].
     ///
     /// # Errors
     /// [`StoreErrorKind::Misconfigured`] for an invalid URL, a refused login, a server that is too old or another
@@ -141,7 +142,7 @@ struct MySqlInner {
     /// The handle for renewals and late writes, made at its first use. Forked processes may share this handle, because
     /// it opens no connection before its first use in a process.
     upkeep: SharedOnce<Arc<MySqlInner>>,
-    runtimes: PerRuntime<Local>,
+    runtimes: PerRuntime<RuntimeLanes>,
     /// Handle of the background purge, which ends when this field is dropped.
     purger: PerProcess<OnceLock<oneshot::Sender<()>>>,
 }
@@ -162,7 +163,7 @@ struct MySqlCore {
 }
 
 /// The state of one runtime: connections and tasks that end with it.
-struct Local {
+struct RuntimeLanes {
     server: Arc<StatementPool>,
     reserves: WorkLanes<Reservations>,
     begins: WorkLanes<BeginMarks>,
@@ -179,8 +180,8 @@ impl fmt::Debug for MySqlInner {
 
 impl MySqlCore {
     /// Makes the state of a runtime.
-    fn local(&self, is_upkeep: bool, connections: usize) -> Local {
-        let database = Database::new(self.opts.clone(), connections, self.response_timeout, Arc::clone(&self.clock));
+    fn local(&self, is_upkeep: bool, connections: usize) -> RuntimeLanes {
+        let database = MySqlPool::new(self.opts.clone(), connections, self.response_timeout, Arc::clone(&self.clock));
         let database = if is_upkeep { database.for_renewals() } else { database };
         let server = Arc::new(StatementPool {
             database,
@@ -189,7 +190,7 @@ impl MySqlCore {
             waiters: Arc::clone(&self.waiters),
             turn: Semaphore::new(1),
         });
-        Local {
+        RuntimeLanes {
             reserves: WorkLanes::new(Reservations::new(Arc::clone(&server))),
             begins: WorkLanes::new(BeginMarks::new(Arc::clone(&server))),
             appends: WorkLanes::new(JournalWrites::new(Arc::clone(&server))),
@@ -219,7 +220,7 @@ impl MySqlInner {
     }
 
     /// Returns the state of the current runtime.
-    fn here(&self) -> Result<Here<'_, Local>, StoreError> {
+    fn here(&self) -> Result<Here<'_, RuntimeLanes>, StoreError> {
         let here = self.runtimes.here(|_| self.common.local(self.is_upkeep, self.connections)).ok_or_else(|| {
             let message = "no tokio runtime: call the store from inside one";
             StoreError::new(StoreErrorKind::Misconfigured, message)
@@ -234,7 +235,7 @@ impl MySqlInner {
 
     /// Returns the state of the current runtime. For a caller outside of any runtime, returns the state of another
     /// runtime, whose tasks then send the operation.
-    fn lanes(&self) -> Result<Here<'_, Local>, StoreError> {
+    fn lanes(&self) -> Result<Here<'_, RuntimeLanes>, StoreError> {
         self.here().or_else(|error| self.runtimes.any().ok_or(error))
     }
 

@@ -94,8 +94,8 @@ impl MySqlOptions {
 
     /// Number of partitions of the table that [`ensure_schema`](MySqlOptions::ensure_schema) creates, by a hash of the
     /// key, up to 1024 (default: 0, a plain table). Partitions keep each index small in a table of many millions of
-    /// records. Only the creation of the table uses this number: a store opens a table with any number of partitions. An
-    /// existing table is never changed.
+    /// records. Only the creation of the table uses this number: a store opens a table with any number of partitions.
+    /// An existing table is never changed.
     #[must_use]
     pub fn partitions(self, partitions: u16) -> Self {
         Self { partitions, ..self }
@@ -138,9 +138,9 @@ impl MySqlOptions {
     }
 
     /// Opens the store for reading only. A replica, and a login with the right to `SELECT`, then suffice.
-    /// [`inspect`](crate::Store::inspect) and [`list`](crate::Store::list) work, and every write fails. A replica may lag
-    /// behind its primary: it may show a running attempt that has ended. No table is created, and nothing is purged.
-    /// Calls of handlers need a store that writes.
+    /// [`inspect`](crate::Store::inspect) and [`list`](crate::Store::list) work, and every write fails. A replica may
+    /// lag behind its primary: it may show a running attempt that has ended. No table is created, and nothing is
+    /// purged. Calls of handlers need a store that writes.
     #[must_use]
     pub fn read_only(self) -> Self {
         Self { read_only: true, ..self }
@@ -247,9 +247,9 @@ fn trusted(ssl: mysql_async::SslOpts) -> Result<mysql_async::SslOpts, StoreError
 }
 
 /// Global settings of the server, by name.
-struct Settings(Vec<Row>);
+struct ServerVariables(Vec<Row>);
 
-impl Settings {
+impl ServerVariables {
     fn get(&self, name: &str) -> Option<&str> {
         let row = self.0.iter().find(|row| row.text(0).ok().flatten().is_some_and(|it| it.eq_ignore_ascii_case(name)));
         row.and_then(|row| row.text(1).ok().flatten())
@@ -299,11 +299,11 @@ impl StatementPool {
         Ok(ServerTraits { returns_rows: is_mariadb, size_limit: SizeLimit(packet.unwrap_or(4 * 1024 * 1024)) })
     }
 
-    async fn settings(&self) -> Result<Settings, OpFailure> {
+    async fn settings(&self) -> Result<ServerVariables, OpFailure> {
         let names = "'read_only', 'super_read_only', 'innodb_read_only', 'log_bin', 'binlog_format', \
                      'innodb_flush_log_at_trx_commit', 'sync_binlog', 'max_allowed_packet'";
         let text = format!("SHOW GLOBAL VARIABLES WHERE Variable_name IN ({names})");
-        Ok(Settings(self.database.ready().await?.text(&text, Effect::Reads).await?))
+        Ok(ServerVariables(self.database.ready().await?.text(&text, Effect::Reads).await?))
     }
 
     /// Returns whether the table exists. A table of another version, or of another application, is an error.

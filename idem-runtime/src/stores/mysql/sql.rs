@@ -278,13 +278,13 @@ pub(super) fn found(row: &Row, reading: ReadExtent) -> Result<FoundRow, FormatEr
 }
 
 /// A row as an operator sees it, and the parameters of the statement that forgets the row if it can't be read.
-pub(super) struct Examined {
+pub(super) struct RowReport {
     pub(super) inspection: Inspection,
     pub(super) stored: Vec<Param>,
 }
 
 /// Reads a row as an operator sees it, unless its record has expired.
-pub(super) fn examine(row: &Row) -> Option<Examined> {
+pub(super) fn examine(row: &Row) -> Option<RowReport> {
     let cells = row.0.iter().take(STORED);
     let param = |cell: &Cell| match cell {
         Cell::Null | Cell::Other => Param::Null,
@@ -304,7 +304,7 @@ pub(super) fn examine(row: &Row) -> Option<Examined> {
             Inspection::damaged(why.to_string(), stored.iter().map(bytes))
         }
     };
-    Some(Examined { inspection, stored })
+    Some(RowReport { inspection, stored })
 }
 
 /// A statement, whose text repeats a part for each of its rows.
@@ -318,7 +318,7 @@ pub(super) struct Statement {
     tail: String,
     /// For each `?` of `row`, the index of its value in the parameters of a row.
     order: Vec<usize>,
-    /// What fills the statement up to a number of rows for which it is prepared.
+    /// Rows that fill the statement up to a number for which it is prepared.
     filler: Filler,
 }
 
@@ -589,8 +589,8 @@ impl Texts {
     /// Makes a statement that begins with `verb` and the rows `u`. With `skips`, only the rows whose records no other
     /// session has locked remain, and this statement then holds their locks.
     ///
-    /// The servers materialize the rows, because of the limit, and so lock the free rows first. The order of the join is
-    /// fixed, so that each record is found by its key.
+    /// The servers materialize the rows, because of the limit, and so lock the free rows first. The order of the join
+    /// is fixed, so that each record is found by its key.
     fn joining(&mut self, verb: &str, shape: Shape, tail: String, skips: bool) -> Statement {
         let named: Vec<_> = shape.iter().map(|(name, _)| format!("{{{name}}} AS `{name}`")).collect();
         let (row, order) = plain(&format!("SELECT {}", named.join(", ")), shape);

@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use tokio::sync::Semaphore;
 
-use super::client::{Answer, Database};
+use super::client::{Answer, MySqlPool};
 use super::failure::OpFailure;
 use super::sql::{self, AT_ONCE, Param, Row, SizeLimit, Statement, Statements};
 use crate::kit::rows::{FoundRow, corrupt};
@@ -24,7 +24,7 @@ pub(super) struct ServerTraits {
 
 /// The connections of a runtime, and the statements of its store.
 pub(super) struct StatementPool {
-    pub(super) database: Database,
+    pub(super) database: MySqlPool,
     pub(super) sql: Arc<Statements>,
     pub(super) traits: Arc<OnceLock<ServerTraits>>,
     /// Duplicates in this process that wait for running attempts.

@@ -35,12 +35,12 @@ struct PollState {
 }
 
 /// A waiter in [`Polls`], until it is dropped.
-struct Waited<'a> {
+struct PollTicket<'a> {
     polls: &'a Polls,
     of: (String, u32),
 }
 
-impl Drop for Waited<'_> {
+impl Drop for PollTicket<'_> {
     fn drop(&mut self) {
         let mut state = lock(&self.polls.0);
         if let Some(count) = state.waited.get_mut(&self.of) {
@@ -53,10 +53,10 @@ impl Drop for Waited<'_> {
 }
 
 impl Polls {
-    fn join(&self, key: &str, attempt: u32) -> Waited<'_> {
+    fn join(&self, key: &str, attempt: u32) -> PollTicket<'_> {
         let of = (key.to_owned(), attempt);
         *lock(&self.0).waited.entry(of.clone()).or_default() += 1;
-        Waited { polls: self, of }
+        PollTicket { polls: self, of }
     }
 
     /// Returns the waited keys and attempts if a poll is due, and otherwise the time of the next poll.

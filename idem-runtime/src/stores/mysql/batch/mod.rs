@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
-use super::client::Database;
+use super::client::MySqlPool;
 use super::failure::OpFailure;
 use super::sql::{self, AT_ONCE, Param, Row};
 use super::statement_pool::StatementPool;
@@ -48,8 +48,8 @@ impl LookupResult {
     }
 }
 
-/// Returns the indexes of a batch in the order of the keys. All processes lock rows in this order, so that two processes
-/// rarely wait for each other.
+/// Returns the indexes of a batch in the order of the keys. All processes lock rows in this order, so that two
+/// processes rarely wait for each other.
 pub(super) fn by_key<T>(operations: &[T], key: impl Fn(&T) -> &str) -> Vec<usize> {
     // The vector holds the keys, too, so that the sort compares keys without a look-up in the operations.
     let mut order: Vec<(&str, usize)> = operations.iter().map(key).zip(0..).collect();
@@ -122,13 +122,13 @@ impl Work for Reservations {
     type Operation = ReserveRequest;
     type Answer = LookupResult;
     type Failure = OpFailure;
-    type Link = Database;
+    type Link = MySqlPool;
 
     const BATCH: usize = AT_ONCE;
     const LANES: usize = 2;
     const OUTLIVES: bool = false;
 
-    fn link(&self) -> &Database {
+    fn link(&self) -> &MySqlPool {
         &self.server.database
     }
 
@@ -213,13 +213,13 @@ impl Work for BeginMarks {
     /// True if the record now shows that the body has begun.
     type Answer = bool;
     type Failure = OpFailure;
-    type Link = Database;
+    type Link = MySqlPool;
 
     const BATCH: usize = AT_ONCE;
     const LANES: usize = 1;
     const OUTLIVES: bool = false;
 
-    fn link(&self) -> &Database {
+    fn link(&self) -> &MySqlPool {
         &self.0.database
     }
 
@@ -279,14 +279,14 @@ impl Work for JournalWrites {
     /// True if the record has the journal or a longer one, and its lease was renewed.
     type Answer = bool;
     type Failure = OpFailure;
-    type Link = Database;
+    type Link = MySqlPool;
 
     const BATCH: usize = AT_ONCE;
     const LANES: usize = 1;
     // The entries of a caller that is gone leave with the next journal of its attempt, if the attempt goes on.
     const OUTLIVES: bool = false;
 
-    fn link(&self) -> &Database {
+    fn link(&self) -> &MySqlPool {
         &self.0.database
     }
 
@@ -352,8 +352,8 @@ impl EndWrites {
         Self(server)
     }
 
-    /// Writes ends of distinct keys. Returns for each end whether this statement wrote it. If the server wrote only some,
-    /// returns false for all: the callers then read their records, which show it.
+    /// Writes ends of distinct keys. Returns for each end whether this statement wrote it. If the server wrote only
+    /// some, returns false for all: the callers then read their records, which show it.
     async fn distinct(&self, ends: &[&EndRow]) -> Result<bool, OpFailure> {
         let rows: Vec<_> = ends.iter().map(|end| end.params()).collect();
         let effect = Effect::Records(ends.iter().map(|it| Self::bytes(it)).sum());
@@ -371,14 +371,14 @@ impl Work for EndWrites {
     /// True if the write ended a pending record.
     type Answer = bool;
     type Failure = OpFailure;
-    type Link = Database;
+    type Link = MySqlPool;
 
     const BATCH: usize = AT_ONCE;
     const LANES: usize = 1;
     // The end of an attempt must be written even if its caller is gone.
     const OUTLIVES: bool = true;
 
-    fn link(&self) -> &Database {
+    fn link(&self) -> &MySqlPool {
         &self.0.database
     }
 
