@@ -10,6 +10,10 @@ pub(crate) mod looks;
 #[cfg(any(feature = "redis", feature = "mysql", feature = "postgres"))]
 pub(crate) mod lookup;
 #[cfg(any(feature = "redis", feature = "mysql", feature = "postgres"))]
+#[cfg_attr(
+    not(any(feature = "redis", feature = "postgres")),
+    allow(dead_code, reason = "the driver for MySQL shows no stream")
+)]
 pub(crate) mod metered;
 #[cfg(any(feature = "redis", feature = "mysql", feature = "postgres"))]
 pub(crate) mod per_runtime;

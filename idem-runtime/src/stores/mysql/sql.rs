@@ -372,10 +372,13 @@ impl Statement {
 #[derive(Clone, Copy)]
 enum Kind {
     Bytes,
+    /// Bytes that are no text, sent as hexadecimal digits: MySQL shows running statements with their parameters, and
+    /// its list of sessions fails if a parameter is not UTF-8.
+    Hex,
     Int,
 }
 
-use Kind::{Bytes as B, Int as I};
+use Kind::{Bytes as B, Hex as H, Int as I};
 
 /// Names and kinds of the parameters of a row of a statement. The key is the first.
 type Shape = &'static [(&'static str, Kind)];
@@ -383,19 +386,19 @@ type Shape = &'static [(&'static str, Kind)];
 const KEY: Shape = &[("key", B)];
 const RESERVE: Shape = &[
     ("key", B),
-    ("owner", B),
-    ("fingerprint", B),
+    ("owner", H),
+    ("fingerprint", H),
     ("on_crash_fail", I),
     ("lease_ms", I),
     ("ttl_ms", I),
     ("holder", B),
     ("traceparent", B),
 ];
-const ATTEMPT: Shape = &[("key", B), ("owner", B), ("attempt", I)];
-const APPEND: Shape = &[("key", B), ("owner", B), ("attempt", I), ("journal", B), ("journal_length", I)];
+const ATTEMPT: Shape = &[("key", B), ("owner", H), ("attempt", I)];
+const APPEND: Shape = &[("key", B), ("owner", H), ("attempt", I), ("journal", B), ("journal_length", I)];
 const END: Shape = &[
     ("key", B),
-    ("owner", B),
+    ("owner", H),
     ("state", B),
     ("refund", I),
     ("codec", B),
@@ -406,8 +409,8 @@ const END: Shape = &[
 ];
 const REPLACE: Shape = &[
     ("key", B),
-    ("owner", B),
-    ("fingerprint", B),
+    ("owner", H),
+    ("fingerprint", H),
     ("on_crash_fail", I),
     ("lease_ms", I),
     ("ttl_ms", I),
@@ -419,7 +422,7 @@ const REPLACE: Shape = &[
     ("decided_reason", B),
     ("begun", I),
     ("is_expired", I),
-    ("seen_owner", B),
+    ("seen_owner", H),
     ("seen_attempt", I),
     ("seen_state", B),
     ("seen_begun", I),
@@ -428,7 +431,7 @@ const REPLACE: Shape = &[
 /// The record that a decision saw, after its key.
 const SEEN: Shape = &[
     ("key", B),
-    ("seen_owner", B),
+    ("seen_owner", H),
     ("seen_attempt", I),
     ("seen_state", B),
     ("seen_attempts_used", I),
@@ -437,7 +440,7 @@ const SEEN: Shape = &[
 ];
 const DECIDE: Shape = &[
     ("key", B),
-    ("seen_owner", B),
+    ("seen_owner", H),
     ("seen_attempt", I),
     ("seen_state", B),
     ("seen_attempts_used", I),
@@ -445,7 +448,7 @@ const DECIDE: Shape = &[
     ("may_live", I),
     ("seen_length", I),
     ("changes_journal", I),
-    ("owner", B),
+    ("owner", H),
     ("state", B),
     ("attempts_used", I),
     ("codec", B),
@@ -469,6 +472,7 @@ fn plain(template: &str, shape: Shape) -> (String, Vec<usize>) {
             // The servers take nothing but a bare parameter as a limit.
             ("limit", _) => "?",
             (_, B) => "CAST(? AS BINARY)",
+            (_, H) => "UNHEX(?)",
             (_, I) => "CAST(? AS SIGNED)",
         };
         order.push(at);
@@ -806,14 +810,21 @@ const STORED_COLUMNS: Shape = &[
     ("key", B),
 ];
 
+/// Returns bytes as hexadecimal digits, for a parameter of the kind [`Kind::Hex`].
+fn hex(bytes: &[u8]) -> Param {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    let digit = |half: u8| DIGITS[usize::from(half)];
+    Param::Bytes(bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect())
+}
+
 /// Returns the parameters of a reservation.
 pub(super) fn reserve(request: &ReserveRequest) -> Vec<Param> {
     let first = Record::first(request);
     let parts = Parts::of(&first);
     vec![
         request.key.as_str().into(),
-        parts.owner.into(),
-        parts.fingerprint.into(),
+        hex(parts.owner),
+        parts.fingerprint.map_or(Param::Null, hex),
         parts.on_crash_fail.into(),
         millis(request.lease).into(),
         millis(request.ttl).into(),
@@ -827,8 +838,8 @@ pub(super) fn replace(request: &ReserveRequest, met: &FoundRow, with: &Record) -
     let (parts, seen) = (Parts::of(with), Parts::of(&met.record));
     vec![
         request.key.as_str().into(),
-        parts.owner.into(),
-        parts.fingerprint.into(),
+        hex(parts.owner),
+        parts.fingerprint.map_or(Param::Null, hex),
         parts.on_crash_fail.into(),
         millis(request.lease).into(),
         millis(request.ttl).into(),
@@ -840,7 +851,7 @@ pub(super) fn replace(request: &ReserveRequest, met: &FoundRow, with: &Record) -
         parts.decided_reason.into(),
         parts.begun.into(),
         met.is_expired().into(),
-        seen.owner.into(),
+        hex(seen.owner),
         seen.attempt.into(),
         seen.state.into(),
         seen.begun.into(),
@@ -850,7 +861,7 @@ pub(super) fn replace(request: &ReserveRequest, met: &FoundRow, with: &Record) -
 
 /// Returns the parameters that name the attempt of `lease`.
 pub(super) fn attempt(lease: &Lease) -> Vec<Param> {
-    vec![lease.key.as_str().into(), lease.owner.as_bytes()[..].into(), i64::from(lease.attempt).into()]
+    vec![lease.key.as_str().into(), hex(lease.owner.as_bytes()), i64::from(lease.attempt).into()]
 }
 
 /// Returns the parameters of an append.
@@ -866,7 +877,7 @@ pub(super) fn end(key: &str, record: &Record, refund: i64, ttl: Duration) -> Vec
     let parts = Parts::of(record);
     vec![
         key.into(),
-        parts.owner.into(),
+        hex(parts.owner),
         parts.state.into(),
         refund.into(),
         parts.codec.into(),
@@ -882,7 +893,7 @@ pub(super) fn seen(decision: &Decision, found: &Record) -> Vec<Param> {
     let seen = Parts::of(found);
     vec![
         decision.key.as_str().into(),
-        seen.owner.into(),
+        hex(seen.owner),
         seen.attempt.into(),
         seen.state.into(),
         seen.attempts_used.into(),
@@ -901,7 +912,7 @@ pub(super) fn decide(decision: &Decision, found: &Record, with: &Record) -> Vec<
     params.extend([
         stored_length(found).into(),
         changes_journal.into(),
-        parts.owner.into(),
+        hex(parts.owner),
         parts.state.into(),
         parts.attempts_used.into(),
         parts.codec.into(),
