@@ -2,6 +2,8 @@
 
 #[cfg(feature = "dynamodb")]
 mod dynamodb;
+#[cfg(feature = "mysql")]
+mod mysql;
 #[cfg(feature = "postgres")]
 mod postgres;
 mod probe;
@@ -108,13 +110,21 @@ async fn examine(
     match server {
         #[cfg(feature = "dynamodb")]
         Server::Dynamo(table) => dynamodb::examine(table, timeout, findings).await,
+        #[cfg(feature = "mysql")]
+        Server::MySql(database) => mysql::examine(database, timeout, findings).await,
         #[cfg(feature = "postgres")]
         Server::Postgres(database) => postgres::examine(database, timeout, findings).await,
         #[cfg(feature = "redis")]
         Server::Redis(servers) => redis::examine(servers, namespace.unwrap_or(NAMESPACE), timeout, findings).await,
         #[cfg(feature = "sqlite")]
         Server::Sqlite(file) => sqlite::examine(file, findings),
-        #[cfg(not(any(feature = "dynamodb", feature = "postgres", feature = "redis", feature = "sqlite")))]
+        #[cfg(not(any(
+            feature = "dynamodb",
+            feature = "mysql",
+            feature = "postgres",
+            feature = "redis",
+            feature = "sqlite"
+        )))]
         Server::Absent(never) => match *never {},
     }
 }

@@ -24,8 +24,8 @@ use crate::kit::work::Effect;
 use crate::record::envelope::{MESSAGES_CODEC, MESSAGES_START};
 use crate::record::format::FormatError;
 use crate::record::{
-    Action, Admission, Decision, DecisionAnswer, Inspection, Journal, Parts, ReadExtent, Record, Reservation,
-    ReserveRequest, Ruling, State, StoredResult, signed_millis,
+    Action, Decision, DecisionAnswer, Inspection, Journal, Parts, ReadExtent, Record, ReserveRequest, Ruling,
+    StoredResult,
 };
 use crate::store::{Cursor, Filter, Page, Standing, StoreError, StoreErrorKind};
 
