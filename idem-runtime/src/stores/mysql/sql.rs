@@ -587,7 +587,7 @@ impl Texts {
             joined(set),
             joined(condition)
         );
-        (self.one(&one, shape), self.joining("UPDATE ", shape, tail, true))
+        (self.one(&one, shape), self.joining("UPDATE ", shape, &tail, true))
     }
 
     /// Makes a statement that begins with `verb` and the rows `u`. With `skips`, only the rows whose records no other
@@ -595,7 +595,7 @@ impl Texts {
     ///
     /// The servers materialize the rows, because of the limit, and so lock the free rows first. The order of the join
     /// is fixed, so that each record is found by its key.
-    fn joining(&mut self, verb: &str, shape: Shape, tail: String, skips: bool) -> Statement {
+    fn joining(&mut self, verb: &str, shape: Shape, tail: &str, skips: bool) -> Statement {
         let named: Vec<_> = shape.iter().map(|(name, _)| format!("{{{name}}} AS `{name}`")).collect();
         let (row, order) = plain(&format!("SELECT {}", named.join(", ")), shape);
         let (head, tail) = if skips {
@@ -705,7 +705,7 @@ impl Statements {
         );
         let held_many =
             format!(" STRAIGHT_JOIN {table} AS r FORCE INDEX (PRIMARY) ON r.`key` = u.`key` WHERE {}", joined(&held));
-        let held_many = texts.joining(&format!("SELECT {bounded} FROM "), ATTEMPT, held_many, false);
+        let held_many = texts.joining(&format!("SELECT {bounded} FROM "), ATTEMPT, &held_many, false);
         // `may_live` is true if the decision also applies while the lease is live.
         let seen = format!(
             "r.`owner` = {{seen_owner}} AND r.`attempt` = {{seen_attempt}} AND r.`state` = {{seen_state}} \
@@ -774,8 +774,8 @@ impl Statements {
             forget: texts.one(&forget, SEEN),
             forget_damaged: texts.one(&forget_damaged, STORED_COLUMNS),
             due: texts.one(&due, PURGE),
-            delete_many: texts.joining("DELETE r FROM ", KEY, delete_many, true),
-            relist_many: texts.joining("UPDATE ", KEY, relist_many, true),
+            delete_many: texts.joining("DELETE r FROM ", KEY, &delete_many, true),
+            relist_many: texts.joining("UPDATE ", KEY, &relist_many, true),
             list: texts.one(&list("PRIMARY", ""), LIST),
             list_undecided: texts.one(&list("`undecided`", "r.`on_crash_fail` = 1 AND "), LIST),
             ping: texts.one(&format!("SELECT {unread} FROM {table} AS r WHERE r.`key` = ''"), KEY),

@@ -86,8 +86,8 @@ impl Polls {
         woken.as_mut().enable();
         loop {
             let next = match self.due(clock) {
-                Ok(waited) => {
-                    if poll(server, &waited, (key, attempt)).await? {
+                Ok(keys) => {
+                    if poll(server, &keys, (key, attempt)).await? {
                         return Ok(());
                     }
                     continue;

@@ -360,7 +360,9 @@ impl EndWrites {
         let affected = self.0.database.run(&self.0.sql.end_many, &rows, effect).await?.affected;
         // Which of the attempts have ended is not known, but a waiter only reads its record once more.
         if affected > 0 {
-            ends.iter().for_each(|end| self.0.wake(end.key.as_str()));
+            for end in ends {
+                self.0.wake(end.key.as_str());
+            }
         }
         Ok(affected >= ends.len())
     }
