@@ -21,6 +21,10 @@ store_conformance!(redis, Kind::Redis.subject().await);
 store_conformance!(valkey, Kind::Valkey.subject().await);
 #[cfg(feature = "sqlite")]
 store_conformance!(sqlite, idem_tests::sqlite::subject().await);
+#[cfg(feature = "mysql")]
+store_conformance!(mysql, idem_tests::mysql::subject().await);
+#[cfg(feature = "mysql")]
+store_conformance!(mysql_partitioned, idem_tests::mysql::subject_partitioned().await);
 #[cfg(feature = "postgres")]
 store_conformance!(postgres, idem_tests::postgres::subject().await);
 #[cfg(feature = "postgres")]

@@ -66,6 +66,7 @@ stores! {
     cluster: [EVEN, UNEVEN], 700;
     sentinel: [EVEN, UNEVEN], 700;
     cached: [EVEN, UNEVEN], 700;
+    mysql: [EVEN, UNEVEN], 700;
     postgres: [EVEN, UNEVEN], 700;
     pgbouncer: [EVEN, UNEVEN], 700;
     nats: [EVEN, UNEVEN], 700;

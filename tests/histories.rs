@@ -495,6 +495,17 @@ fn dynamo_agrees_with_the_reference_in_real_time() {
     });
 }
 
+#[cfg(feature = "mysql")]
+#[test]
+fn mysql_agrees_with_the_reference_in_real_time() {
+    let (url, table) = idem_tests::mysql::shared_table();
+    agrees_with_the_reference(8, false, async || {
+        let options = idem_runtime::MySqlStore::options().table(&table).ensure_schema();
+        let store = options.connect(&url).await.expect("connects");
+        (Arc::new(store) as Arc<dyn Store>, Time::Real)
+    });
+}
+
 #[cfg(feature = "nats")]
 #[test]
 fn nats_agrees_with_the_reference_in_real_time() {

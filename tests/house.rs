@@ -108,6 +108,7 @@ fn every_clock_is_passed_as_an_argument() {
     const MADE: [(&str, &str); 14] = [
         ("stores/memory/options.rs", "the default of a builder"),
         ("stores/sqlite/options.rs", "the default of a builder"),
+        ("stores/mysql/options.rs", "the default of a builder"),
         ("stores/postgres/options.rs", "the default of a builder"),
         ("stores/redis/options.rs", "the default of a builder"),
         ("stores/dynamo/options.rs", "the default of a builder"),
@@ -183,7 +184,7 @@ fn each_file_of_a_store_is_in_the_table_of_architecture_md() {
     }
     let stores = root().join("idem-runtime/src/stores");
     let mut there = Vec::new();
-    for store in ["memory", "sqlite", "postgres", "redis", "dynamo", "nats"] {
+    for store in ["memory", "sqlite", "mysql", "postgres", "redis", "dynamo", "nats"] {
         for entry in fs::read_dir(stores.join(store)).expect("a folder for each store") {
             there.push(format!("{store}/{}", entry.expect("an entry").file_name().to_str().expect("a name in ASCII")));
         }

@@ -36,13 +36,13 @@ pub(crate) struct Print {
     /// Schema of PostgreSQL
     #[arg(long, value_name = "NAME", default_value = "idem")]
     schema: String,
-    /// Table of SQLite or DynamoDB, bucket of NATS
+    /// Table of SQLite, MySQL or DynamoDB, bucket of NATS
     #[arg(long, value_name = "NAME")]
     table: Option<String>,
     /// Number of hash partitions of the table, in PostgreSQL (docs/operations.md: "At size")
     #[arg(long, value_name = "N")]
     partitions: Option<u16>,
-    /// Login of PostgreSQL that handlers use
+    /// Login of PostgreSQL or MySQL that handlers use
     #[arg(long, value_name = "NAME", default_value = "app")]
     login: String,
     /// Prints one JSON object per line
@@ -54,6 +54,9 @@ pub(crate) struct Print {
 enum Kind {
     #[cfg(feature = "postgres")]
     Postgres,
+    #[cfg(feature = "mysql")]
+    #[value(name = "mysql")]
+    MySql,
     #[cfg(feature = "sqlite")]
     Sqlite,
     #[cfg(feature = "dynamodb")]
@@ -141,6 +144,17 @@ fn definition(arguments: &Print) -> Vec<(&'static str, String)> {
             let options = idem_runtime::PostgresStore::options().schema(&arguments.schema);
             let table = options.partitions(arguments.partitions.unwrap_or(0)).schema_sql();
             vec![("table", table.trim_end().to_owned()), ("grants", grants)]
+        }
+        #[cfg(feature = "mysql")]
+        Kind::MySql => {
+            let table = arguments.table.as_deref().unwrap_or(crate::store::mysql::TABLE);
+            // The right to delete is granted separately, because handlers never need it.
+            let (login, quoted) = (arguments.login.replace('\'', "''"), format!("`{table}`"));
+            let grants = format!(
+                "-- For handlers.\nGRANT SELECT, INSERT, UPDATE ON {quoted} TO '{login}'@'%';\n\
+                 -- To purge, and for operators who forget records.\nGRANT DELETE ON {quoted} TO '{login}'@'%';"
+            );
+            vec![("table", idem_runtime::MySqlStore::schema_sql(table).trim_end().to_owned()), ("grants", grants)]
         }
         #[cfg(feature = "sqlite")]
         Kind::Sqlite => {

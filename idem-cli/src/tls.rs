@@ -23,7 +23,7 @@ pub(crate) fn connector() -> Result<TlsConnector, String> {
 
 /// Installs a cryptography provider for the drivers, unless one is installed already: without a provider, the drivers
 /// would panic.
-#[cfg(any(feature = "nats", feature = "postgres", feature = "redis"))]
+#[cfg(any(feature = "mysql", feature = "nats", feature = "postgres", feature = "redis"))]
 pub(crate) fn provide() {
     let _ = ring::default_provider().install_default();
 }

@@ -65,6 +65,8 @@
 //! | `redis` | `RedisStore`: Redis 7.0 and newer, Valkey 8 and newer; one server, Sentinel or Cluster |
 //! | `redis-tls` | `rediss://` URLs for `RedisStore`: rustls, with the certificates that the system trusts |
 //! | `sqlite` | `SqliteStore`: one file, several processes of one host |
+//! | `mysql` | `MySqlStore`: MySQL 8.0 and MariaDB 10.6, and newer |
+//! | `mysql-tls` | `require_ssl=true` in URLs for `MySqlStore`: rustls, with the certificates that the system trusts |
 //! | `postgres` | `PostgresStore`: PostgreSQL 12 and newer |
 //! | `postgres-tls` | `sslmode=require` in URLs for `PostgresStore`: rustls, with the certificates that the system trusts |
 //! | `dynamodb` | `DynamoStore`: a DynamoDB table, through the client of `aws-sdk-dynamodb` |
@@ -94,6 +96,8 @@
 #![cfg_attr(not(feature = "sqlite"), doc = "[`SqliteStore`]: #features")]
 #![cfg_attr(feature = "redis", doc = "[`RedisStore`]: RedisStore")]
 #![cfg_attr(not(feature = "redis"), doc = "[`RedisStore`]: #features")]
+#![cfg_attr(feature = "mysql", doc = "[`MySqlStore`]: MySqlStore")]
+#![cfg_attr(not(feature = "mysql"), doc = "[`MySqlStore`]: #features")]
 #![cfg_attr(feature = "postgres", doc = "[`PostgresStore`]: PostgresStore")]
 #![cfg_attr(not(feature = "postgres"), doc = "[`PostgresStore`]: #features")]
 #![cfg_attr(feature = "dynamodb", doc = "[`DynamoStore`]: DynamoStore")]
@@ -214,6 +218,12 @@ pub mod sqlite {
     pub use crate::stores::sqlite::{SqliteOptions, SqliteStore, Synchronous};
 }
 
+/// Records in a table of MySQL or MariaDB.
+#[cfg(feature = "mysql")]
+pub mod mysql {
+    pub use crate::stores::mysql::{MySqlOptions, MySqlStore};
+}
+
 /// Records in a table of PostgreSQL.
 #[cfg(feature = "postgres")]
 pub mod postgres {
@@ -277,6 +287,9 @@ pub use key::{Key, KeyDisplay, KeyPart};
 #[cfg(feature = "memory")]
 #[doc(inline)]
 pub use memory::MemoryStore;
+#[cfg(feature = "mysql")]
+#[doc(inline)]
+pub use mysql::MySqlStore;
 #[cfg(feature = "nats")]
 #[doc(inline)]
 pub use nats::NatsStore;

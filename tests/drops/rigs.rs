@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use idem_runtime::postgres::PostgresOptions;
-use idem_runtime::{Cached, MemoryStore, NatsStore, PostgresStore, RedisStore, SqliteStore, Store};
+use idem_runtime::{Cached, MemoryStore, MySqlStore, NatsStore, PostgresStore, RedisStore, SqliteStore, Store};
 use idem_tests::cluster::{Cluster, Watched};
 use idem_tests::dynamo::{self, Emulator, TABLE, Wire};
+use idem_tests::mysql::MySqlServer;
 use idem_tests::nats::NatsServer;
 use idem_tests::postgres::{PgBouncer, PostgresServer};
 use idem_tests::proxy::{Line, Proxy};
@@ -140,6 +141,15 @@ pub async fn sentinel(answer: Duration) -> Rig {
     // The sentinels name the port of the proxy.
     let watched = Watched::start_at(server, line.port(), NEVER);
     rig(handles(&watched.url(), answer).await, [line], watched)
+}
+
+pub async fn mysql(answer: Duration) -> Rig {
+    let server = MySqlServer::start();
+    let line = Proxy::to(server.port()).await;
+    let url = format!("mysql://root@127.0.0.1:{}/idem", line.port());
+    let options = MySqlStore::options().response_timeout(answer).ensure_schema();
+    let open = async || options.clone().connect(&url).await.expect("connects");
+    rig([open().await, open().await], [line], server)
 }
 
 pub async fn postgres(answer: Duration) -> Rig {

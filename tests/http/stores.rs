@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use idem_runtime::http::{Caller, IdempotencyLayer};
-use idem_runtime::{MemoryStore, PostgresStore, Store};
+use idem_runtime::{MemoryStore, MySqlStore, PostgresStore, Store};
 use idem_tests::server::Kind;
 use idem_tests::sqlite::Folder;
-use idem_tests::{dynamo, nats, postgres, stores};
+use idem_tests::{dynamo, mysql, nats, postgres, stores};
 
 use crate::rig::*;
 
@@ -18,12 +18,15 @@ async fn every_store_replays_a_response_byte_for_byte() {
     let (postgres, schema) = postgres::shared_schema();
     let schema = schema.replace([' ', '"'], "_");
     drop(PostgresStore::options().schema(&schema).ensure_schema().connect(&postgres).await.expect("makes the table"));
+    let (mysql, table) = mysql::shared_table();
+    drop(MySqlStore::options().table(&table).ensure_schema().connect(&mysql).await.expect("makes the table"));
     let dynamo = dynamo::Kind::Dynoxide.shared();
     // The specs name every kind of store, each with keys that no other test uses.
     let specs = [
         format!("sqlite {}", file.file().display()),
         format!("redis {redis} http"),
         format!("postgres {postgres} {schema}"),
+        format!("mysql {mysql} {table}"),
         format!("dynamo {dynamo} {}", dynamo::TABLE),
         format!("nats {} http", nats::shared()),
         format!("wrapped {redis} wrapped-http {}", objects.path().display()),

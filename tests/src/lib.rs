@@ -10,6 +10,8 @@ pub mod cluster;
 #[cfg(feature = "dynamodb")]
 pub mod dynamo;
 pub mod log;
+#[cfg(feature = "mysql")]
+pub mod mysql;
 #[cfg(feature = "nats")]
 pub mod nats;
 pub mod natural;

@@ -8,6 +8,7 @@ use idem_runtime::{RedisStore, Store, StoreError};
 /// Opens the store that `spec` names. The store's time limit for answers is a little shorter than a third of `lease`.
 ///
 /// - `sqlite PATH`
+/// - `mysql URL TABLE`
 /// - `postgres URL SCHEMA`
 /// - `redis URL PREFIX`, of any topology that `RedisStore::connect` accepts
 /// - `replicated URL PREFIX`, like `redis` with `min_replicas(1)`
@@ -37,6 +38,11 @@ pub async fn open(spec: &str, lease: Duration) -> Arc<dyn Store> {
         ["sqlite", path] => {
             let options = idem_runtime::SqliteStore::options().busy_timeout(answer).response_timeout(answer);
             Arc::new(patiently(|| options.clone().open(path)).await)
+        }
+        #[cfg(feature = "mysql")]
+        ["mysql", url, table] => {
+            let options = idem_runtime::MySqlStore::options().table(table).response_timeout(answer);
+            Arc::new(patiently(|| options.clone().connect(url)).await)
         }
         #[cfg(feature = "postgres")]
         ["postgres", url, schema] => {

@@ -2,6 +2,8 @@
 
 #[cfg(feature = "dynamodb")]
 mod dynamodb;
+#[cfg(feature = "mysql")]
+mod mysql;
 #[cfg(feature = "nats")]
 mod nats;
 #[cfg(feature = "postgres")]
@@ -110,6 +112,8 @@ async fn examine(
     match server {
         #[cfg(feature = "dynamodb")]
         Server::Dynamo(table) => dynamodb::examine(table, timeout, findings).await,
+        #[cfg(feature = "mysql")]
+        Server::MySql(database) => mysql::examine(database, timeout, findings).await,
         #[cfg(feature = "nats")]
         Server::Nats(bucket) => nats::examine(bucket, timeout, findings).await,
         #[cfg(feature = "postgres")]
@@ -120,6 +124,7 @@ async fn examine(
         Server::Sqlite(file) => sqlite::examine(file, findings),
         #[cfg(not(any(
             feature = "dynamodb",
+            feature = "mysql",
             feature = "nats",
             feature = "postgres",
             feature = "redis",

@@ -2,6 +2,8 @@
 
 #[cfg(feature = "dynamodb")]
 pub(crate) mod dynamodb;
+#[cfg(feature = "mysql")]
+pub(crate) mod mysql;
 #[cfg(feature = "nats")]
 pub(crate) mod nats;
 #[cfg(feature = "postgres")]
@@ -21,12 +23,23 @@ use crate::report::{Stop, hidden, time_limit};
 
 const FORMS: &str = "sqlite:PATH[?table=NAME], redis://[user:password@]host[:port][/database], rediss://…, \
                      redis-cluster://host[:port][,host…], redis-sentinel://host[:port][,host…]/name, \
-                     postgres://[user[:password]@]host[:port][/database][?schema=NAME][&sslmode=require][&pgbouncer=true] \
+                     postgres://[user[:password]@]host[:port][/database][?schema=NAME][&sslmode=require][&pgbouncer=true], \
+                     mysql://[user[:password]@]host[:port]/database[?table=NAME][&require_ssl=true], \
                      nats://[user:password@]host[:port][,host…][/BUCKET] or dynamodb://TABLE?region=NAME[&endpoint=URL]";
 
 /// Schemes of all stores, including those that this build leaves out.
-const KNOWN: [&str; 9] =
-    ["sqlite", "redis", "rediss", "redis-cluster", "redis-sentinel", "postgres", "postgresql", "nats", "dynamodb"];
+const KNOWN: [&str; 10] = [
+    "sqlite",
+    "redis",
+    "rediss",
+    "redis-cluster",
+    "redis-sentinel",
+    "postgres",
+    "postgresql",
+    "mysql",
+    "nats",
+    "dynamodb",
+];
 
 /// Selection of the store and of its namespace.
 #[derive(clap::Args, Debug)]
@@ -152,6 +165,8 @@ pub(crate) trait Place {
 pub(crate) enum Server<'a> {
     #[cfg(feature = "dynamodb")]
     Dynamo(&'a dynamodb::Table),
+    #[cfg(feature = "mysql")]
+    MySql(&'a mysql::Database),
     #[cfg(feature = "nats")]
     Nats(&'a nats::Bucket),
     #[cfg(feature = "postgres")]
@@ -163,6 +178,7 @@ pub(crate) enum Server<'a> {
     /// Never constructed. Keeps the enum valid in a build without stores.
     #[cfg(not(any(
         feature = "dynamodb",
+        feature = "mysql",
         feature = "nats",
         feature = "postgres",
         feature = "redis",
@@ -184,6 +200,8 @@ fn place(url: &str) -> Result<Box<dyn Place>, String> {
         "redis" | "rediss" | "redis+unix" | "unix" | "redis-cluster" | "redis-sentinel" => {
             boxed(redis::Servers::parse(url))
         }
+        #[cfg(feature = "mysql")]
+        "mysql" => boxed(mysql::Database::parse(url)),
         #[cfg(feature = "postgres")]
         "postgres" | "postgresql" => boxed(postgres::Database::parse(url)),
         #[cfg(feature = "nats")]
@@ -214,7 +232,7 @@ pub(crate) fn parameters(url: &str) -> (&str, Vec<(&str, &str)>) {
 }
 
 /// Returns the columns that a statement creates.
-#[cfg(any(feature = "postgres", feature = "sqlite"))]
+#[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
 fn columns(sql: &str) -> Vec<&str> {
     let table = sql.split_once("CREATE TABLE").map_or("", |(_, table)| table);
     let lines = table.lines().skip(1).take_while(|line| line.starts_with("    "));
@@ -227,7 +245,7 @@ const NO_INDEX_FOR_PURGES: &str = "there is no index on `listed_at`: purging rea
 const NO_INDEX_FOR_DECISIONS: &str = "there is no index on `key` where `on_crash_fail`: counting the keys that wait for a decision reads the whole table";
 
 /// Lists the differences between the existing columns and the columns that the statement creates.
-#[cfg(any(feature = "postgres", feature = "sqlite"))]
+#[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
 fn compare(sql: &str, found: &[String]) -> Vec<String> {
     let needed = columns(sql);
     let missing = needed.iter().filter(|name| !found.iter().any(|it| it == *name));

@@ -30,7 +30,7 @@ pub(crate) async fn addresses(host: &str, port: u16) -> io::Result<Vec<SocketAdd
 }
 
 /// Returns an error if a driver's own look-up of `hosts` would panic.
-#[cfg(any(feature = "postgres", feature = "nats"))]
+#[cfg(any(feature = "mysql", feature = "postgres", feature = "nats"))]
 pub(crate) fn check<'a>(mut hosts: impl Iterator<Item = &'a str>) -> io::Result<()> {
     if hosts.all(is_address) { Ok(()) } else { start(|| ()) }
 }

@@ -109,7 +109,7 @@ impl<T: Send + Sync + 'static> PerRuntime<T> {
     }
 
     /// Returns the value of any runtime that has not ended.
-    #[cfg(feature = "postgres")]
+    #[cfg(any(feature = "mysql", feature = "postgres"))]
     pub(crate) fn any(&self) -> Option<Here<'_, T>> {
         let table = self.0.here();
         if let Some(first) = table.first.get().filter(|first| first.lives()) {
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    #[cfg(feature = "postgres")]
+    #[cfg(any(feature = "mysql", feature = "postgres"))]
     fn any_returns_a_value_of_a_runtime_that_has_not_ended() {
         let world = TestProcess::default();
         assert!(world.values.any().is_none());

@@ -1,7 +1,7 @@
 //! Records: their content, the effect of requests on them, and their written form.
 
 mod admission;
-#[cfg(any(feature = "sqlite", feature = "postgres", feature = "dynamodb"))]
+#[cfg(any(feature = "sqlite", feature = "mysql", feature = "postgres", feature = "dynamodb"))]
 mod columns;
 pub(crate) mod decision;
 pub(crate) mod envelope;
@@ -25,7 +25,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 pub use self::admission::Admission;
-#[cfg(any(feature = "sqlite", feature = "postgres", feature = "dynamodb"))]
+#[cfg(any(feature = "sqlite", feature = "mysql", feature = "postgres", feature = "dynamodb"))]
 pub(crate) use self::columns::{Parts, ReadExtent, signed_millis};
 pub use self::decision::Ruling;
 #[allow(unused_imports, reason = "unused without a store")]

@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 pub use self::context::StoreContext;
-#[cfg(feature = "postgres")]
+#[cfg(any(feature = "mysql", feature = "postgres"))]
 pub(crate) use self::context::TagCounts;
 pub(crate) use self::context::{
     AfterError, Beat, BeatGuard, Callback, FlushGuard, JournalAccess, LastWait, LateEndGuard, LeaseStanding, Limits,

@@ -9,6 +9,8 @@ pub(crate) mod compressed;
 pub(crate) mod dynamo;
 #[cfg(feature = "memory")]
 pub(crate) mod memory;
+#[cfg(feature = "mysql")]
+pub(crate) mod mysql;
 #[cfg(feature = "nats")]
 pub(crate) mod nats;
 #[cfg(feature = "offloaded")]

@@ -8,7 +8,7 @@ use std::sync::PoisonError;
 #[cfg(not(shuttle))]
 pub(crate) use std::sync::{Mutex, MutexGuard, atomic};
 
-#[cfg(all(not(shuttle), any(feature = "postgres", feature = "redis")))]
+#[cfg(all(not(shuttle), any(feature = "mysql", feature = "postgres", feature = "redis")))]
 pub(crate) use tokio::runtime::Handle;
 
 mod per_process;

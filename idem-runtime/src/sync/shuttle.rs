@@ -287,16 +287,16 @@ impl Wake for Pulse {
 
 /// Stand-in for the runtime that runs the lanes of a store as tasks: each call of `current` makes a new runtime.
 #[derive(Clone, Debug, Default)]
-#[cfg(any(feature = "postgres", feature = "redis"))]
+#[cfg(any(feature = "mysql", feature = "postgres", feature = "redis"))]
 pub(crate) struct Handle(pub(crate) Tasks);
 
-#[cfg(any(feature = "postgres", feature = "redis"))]
+#[cfg(any(feature = "mysql", feature = "postgres", feature = "redis"))]
 impl Handle {
     pub(crate) fn current() -> Self {
         Self::default()
     }
 
-    #[cfg(feature = "postgres")]
+    #[cfg(any(feature = "mysql", feature = "postgres"))]
     pub(crate) fn try_current() -> Result<Self, std::convert::Infallible> {
         Ok(Self::current())
     }

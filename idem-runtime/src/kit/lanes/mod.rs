@@ -53,7 +53,7 @@ impl<Q: Default> Lanes<Q> {
     }
 
     /// Returns the runtime of the lanes.
-    #[cfg(feature = "postgres")]
+    #[cfg(any(feature = "mysql", feature = "postgres"))]
     pub(crate) fn runtime(&self) -> &Handle {
         &self.runtime
     }
@@ -109,7 +109,7 @@ impl<O: LaneOwner> Lane<O> {
     }
 
     /// Returns the owner of the lane.
-    #[cfg(feature = "postgres")]
+    #[cfg(any(feature = "mysql", feature = "postgres"))]
     pub(crate) fn owner(&self) -> &Arc<O> {
         &self.owner
     }

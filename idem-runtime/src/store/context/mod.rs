@@ -26,7 +26,7 @@ pub(crate) use self::lease_table::{LeaseStanding, Limits};
 pub(crate) use self::leases::{BeatGuard, Timer};
 use self::leases::{Leases, RenewalMode};
 pub(crate) use self::step_journal::{AfterError, JournalAccess, PushRefusal, StepClaim, StepJournal};
-#[cfg(feature = "postgres")]
+#[cfg(any(feature = "mysql", feature = "postgres"))]
 pub(crate) use self::tag_counts::TagCounts;
 use super::error::StoreError;
 use super::flight::Flights;

@@ -9,10 +9,10 @@ use tokio_postgres::types::ToSql;
 use tokio_postgres::{Error, Row};
 
 use super::failure::OpFailure;
-use super::param::Effect;
-use super::sessions::{LONGEST, Sessions, TakenSession, unless_stuck};
+use super::sessions::{LONGEST, Sessions, TakenSession};
 use super::sql::Statement;
 use crate::clock::{Clock, Instant};
+use crate::kit::work::{Effect, Link, WorkFailure as _, unless_stuck};
 
 /// The connections of one runtime, with their time limits.
 pub(super) struct Database {
@@ -38,26 +38,6 @@ impl Database {
     /// renewals.
     pub(super) fn for_renewals(self) -> Self {
         Self { spare: Some(Semaphore::new(1)), large: None, ..self }
-    }
-
-    pub(super) fn clock(&self) -> &Arc<dyn Clock> {
-        &self.clock
-    }
-
-    pub(super) fn timeout(&self) -> Duration {
-        self.timeout
-    }
-
-    /// Permits for operations with large results or journals, in addition to the connections of lone operations. About
-    /// half of all connections stay free for other operations. `None` if there are too few connections, and for the
-    /// pool of renewals: large operations then take no extra connection.
-    pub(super) fn large(&self) -> Option<&Semaphore> {
-        self.large.as_ref()
-    }
-
-    /// Returns the time of the latest exchange of bytes.
-    pub(super) fn moved(&self) -> Instant {
-        self.sessions.moved()
     }
 
     /// Runs `statement` in its own transaction and returns its rows.
@@ -122,6 +102,26 @@ impl Database {
             connection.give_up(true);
         }
         done
+    }
+}
+
+impl Link for Database {
+    fn clock(&self) -> &Arc<dyn Clock> {
+        &self.clock
+    }
+
+    fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    fn moved(&self) -> Instant {
+        self.sessions.moved()
+    }
+
+    /// About half of all connections stay free for other operations. `None` if there are too few connections, and for
+    /// the pool of renewals.
+    fn large(&self) -> Option<&Semaphore> {
+        self.large.as_ref()
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tokio_postgres::Error;
 use tokio_postgres::error::{DbError, SqlState};
 
-use super::param::Effect;
+use crate::kit::work::{Effect, WorkFailure};
 use crate::store::{StoreError, StoreErrorKind};
 
 /// Advice if an unexpected pooler answers.
@@ -47,16 +47,6 @@ impl OpFailure {
             is_late: false,
             is_locked: false,
         }
-    }
-
-    /// Returns a failure of an operation that was not sent.
-    pub(super) fn not_sent(reason: &str) -> Self {
-        Self::new(StoreErrorKind::Unavailable, format!("the server can't be reached: {reason}"))
-    }
-
-    /// Returns the failure of an operation whose answer got lost.
-    pub(super) fn lost() -> Self {
-        Self::new(StoreErrorKind::Unconfirmed, "the answer was lost")
     }
 
     /// Returns the failure of an operation that got no answer in time.
@@ -181,6 +171,29 @@ pub(super) fn meaning(code: &str, message: &str) -> (StoreErrorKind, &'static st
             "22" | "23" | "42" | "44" | "P0" => (Misconfigured, "it does not accept this operation"),
             _ => (Unavailable, "nothing was written"),
         },
+    }
+}
+
+impl WorkFailure for OpFailure {
+    fn not_sent(reason: &str) -> Self {
+        Self::new(StoreErrorKind::Unavailable, format!("the server can't be reached: {reason}"))
+    }
+
+    fn lost() -> Self {
+        Self::new(StoreErrorKind::Unconfirmed, "the answer was lost")
+    }
+
+    fn is_locked(&self) -> bool {
+        self.is_locked
+    }
+
+    fn is_worth_repeating(&self) -> bool {
+        // If another session locked a row while the statement ran, a second statement skips that row from the start.
+        self.is_deadlock || self.is_locked
+    }
+
+    fn blames_one(&self) -> bool {
+        self.blames_one
     }
 }
 

@@ -27,31 +27,31 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, oneshot};
 use tokio_postgres::types::ToSql;
 
-use self::batch::WorkLanes;
-use self::batch::operations::{
-    BeginMarks, EndRow, EndWrites, JournalRow, JournalWrites, Reservations, SentMarks, SentRow, by_key,
-};
+use self::batch::{BeginMarks, EndRow, EndWrites, JournalRow, JournalWrites, Reservations, SentMarks, SentRow, by_key};
 use self::client::Database;
 use self::failure::{OpFailure, misconfigured};
 pub use self::options::PostgresOptions;
-use self::param::{Effect, LeaseParams};
+use self::param::LeaseParams;
 use self::sessions::{ConnectionSource, Sessions};
 #[cfg(feature = "conformance")]
 pub use self::sql::Cells;
-use self::sql::{AdmissionOutcome, Executor, FoundRow, LookupResult, Micros, Statement, Statements, corrupt};
+use self::sql::{Executor, LookupResult, Statement, Statements};
 use self::wake::{Listener, Mark, Wakeups};
 pub use self::within::{InPostgres, Transaction};
 use crate::clock::Clock;
 use crate::combine::{all, race};
 use crate::key::Key;
+use crate::kit::held::held_by_another;
 use crate::kit::looks::{LOOKS, looked_in_vain, pause_before};
 use crate::kit::per_runtime::{Here, PerRuntime};
+use crate::kit::rows::{AdmissionOutcome, FoundRow, Micros, corrupt};
+use crate::kit::work::{Effect, WorkLanes};
 use crate::record::{
     Action, Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Record, Release, Reservation, ReserveRequest,
     State, Verdict,
 };
 use crate::store::{
-    Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture, TagCounts, store_of_shared,
+    Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
 };
 use crate::sync::{PerProcess, Process, SharedOnce};
 
@@ -94,12 +94,6 @@ mod with_sqlx_0_9 {
 /// transaction. Usually another session is just committing the record; a transaction of the user may keep the record
 /// invisible for longer.
 const LOOKS_AT_UNSEEN: u32 = 8;
-/// Shortest time after which a duplicate asks again for a key that an open transaction of the user holds. Most such
-/// transactions are short, but nothing limits them. The time doubles with each duplicate of the key in this process, up
-/// to 6.4 s.
-const HELD_BY_ANOTHER: Duration = Duration::from_millis(100);
-/// For each key, by its hash: number of calls in this process that found the key held by a transaction.
-static MEETINGS: TagCounts = TagCounts::new();
 /// Largest number of leases that one statement renews. This number limits the time for which the statement locks the
 /// rows of the leases against attempts that finish.
 const RENEWED_AT_ONCE: usize = 500;
@@ -113,12 +107,6 @@ const UPKEEP_CONNECTIONS: usize = 2;
 /// Returns the error for a record that stayed locked, or changed between all [`LOOKS`] reads.
 fn locked_or_changing(kind: StoreErrorKind) -> StoreError {
     looked_in_vain(kind, "stayed locked by another session, or kept changing")
-}
-
-/// Returns the answer to a duplicate whose key an open transaction of the user holds.
-fn held_by_another(key: &Key, attempt: u32) -> Reservation {
-    let doublings = MEETINGS.again(key.seed()).saturating_sub(1).min(6);
-    Reservation::InProgress { attempt, lapses_in: HELD_BY_ANOTHER * (1 << doublings) }
 }
 
 /// A store in a PostgreSQL server, 12 or newer.
@@ -732,9 +720,9 @@ impl Store for PostgresInner {
 pub fn read_row(row: &impl Cells) -> Result<Option<Inspection>, StoreError> {
     match sql::met(row, sql::Columns::All) {
         sql::LookupResult::Made => Ok(None),
-        sql::LookupResult::Found(found) => found.map(|found| Some(found.inspection())).map_err(sql::corrupt),
+        sql::LookupResult::Found(found) => found.map(|found| Some(found.inspection())).map_err(corrupt),
         sql::LookupResult::Unseen | sql::LookupResult::LeftOut => {
-            Err(sql::corrupt(crate::record::format::FormatError::Damaged))
+            Err(corrupt(crate::record::format::FormatError::Damaged))
         }
     }
 }

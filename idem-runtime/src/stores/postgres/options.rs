@@ -10,12 +10,13 @@ use tokio_postgres::Config;
 use tokio_postgres::config::{SslMode, TargetSessionAttrs};
 
 use super::failure::{MISSING_TABLE, misconfigured};
-use super::param::Effect;
 use super::sessions::{ConnectionSource, LONGEST, Tls};
 use super::sql::{self, Executor as _, Statements};
 use super::wake::Listener;
 use super::{PostgresCore, PostgresInner, PostgresStore, StatementPool};
 use crate::clock::SystemClock;
+use crate::kit::rows::Micros;
+use crate::kit::work::Effect;
 use crate::store::{StoreContext, StoreError};
 use crate::sync::Process;
 
@@ -285,7 +286,7 @@ impl PostgresOptions {
             upkeep,
             listener,
             purge_every: self.purge_every.filter(|_| !self.read_only),
-            purged_to: AtomicI64::new(sql::Micros::FIRST.0),
+            purged_to: AtomicI64::new(Micros::FIRST.0),
             process: Process::this(),
         };
         let shared = PostgresInner::new(Arc::new(common), self.pool_size, false);

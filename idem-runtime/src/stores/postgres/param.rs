@@ -1,37 +1,12 @@
-//! Parameters whose values no log shows ([`HiddenParam`]), the parameters of statements about leases, and the
-//! [`Effect`]s of statements. The effect of a statement decides the time limit of its exchange.
+//! Parameters whose values no log shows ([`HiddenParam`]), the parameters of statements about leases, for
+//! example their keys.
 
 use std::fmt;
-use std::time::Duration;
 
 use bytes::BytesMut;
 use tokio_postgres::types::{IsNull, ToSql, Type};
 
-use crate::kit::metered::SENT_IN_TIME;
 use crate::record::Lease;
-
-/// Effect of a statement that the server runs.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Effect {
-    Reads,
-    Writes,
-    /// Writes a result or a journal of this many bytes.
-    Records(usize),
-}
-
-impl Effect {
-    /// Returns the longest time without any byte after which an exchange is given up, where `limit` is the time for a
-    /// short exchange.
-    pub(super) fn limit(self, limit: Duration) -> Duration {
-        match self {
-            Self::Records(bytes) => {
-                let times = u32::try_from(1 + bytes / SENT_IN_TIME).unwrap_or(u32::MAX);
-                limit.saturating_mul(times)
-            }
-            _ => limit,
-        }
-    }
-}
 
 /// A parameter of a statement. The driver logs parameters, so this type hides its value.
 pub(super) struct HiddenParam<T>(pub(super) T);

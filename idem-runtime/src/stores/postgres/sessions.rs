@@ -20,6 +20,7 @@ use crate::clock::{Clock, Instant};
 use crate::combine::race;
 use crate::kit::lookup;
 use crate::kit::metered::{Meter, Metered, Moment};
+use crate::kit::work::{WorkFailure as _, unless_stuck};
 use crate::store::StoreErrorKind;
 use crate::sync::lock;
 
@@ -77,27 +78,6 @@ impl Meter for LastExchange {
     fn sent(&self, _: usize) {
         self.heard();
     }
-}
-
-/// Runs `future`. Returns `None` when no byte has `moved` for `limit`. An exchange whose answer is still arriving is
-/// thus not given up, even if the answer is long and the network slow.
-pub(super) async fn unless_stuck<F: Future>(
-    clock: &dyn Clock,
-    limit: Duration,
-    moved: impl Fn() -> Instant,
-    future: F,
-) -> Option<F::Output> {
-    let mut future = std::pin::pin!(future);
-    let mut now = clock.now();
-    let mut until = now.saturating_add(limit);
-    while until > now {
-        if let Some(done) = race(future.as_mut(), clock.sleep(until.saturating_since(now))).await {
-            return Some(done);
-        }
-        now = clock.now();
-        until = moved().saturating_add(limit);
-    }
-    None
 }
 
 /// A connection, and the statements that are prepared in its session.

@@ -17,13 +17,15 @@ use sha2::{Digest, Sha256};
 use tokio_postgres::Row;
 use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
 
-use super::param::{Effect, HiddenParam};
+use super::param::HiddenParam;
 use crate::codec::CodecName;
+use crate::kit::rows::{FoundRow, Micros, corrupt, millis, number_of, stored_length};
+use crate::kit::work::Effect;
 use crate::record::envelope::{MESSAGES_CODEC, MESSAGES_START};
 use crate::record::format::FormatError;
 use crate::record::{
-    Action, Admission, Decision, DecisionAnswer, Inspection, Journal, Parts, ReadExtent, Record, Reservation,
-    ReserveRequest, Ruling, State, StoredResult, signed_millis,
+    Action, Decision, DecisionAnswer, Inspection, Journal, Parts, ReadExtent, Record, ReserveRequest, Ruling,
+    StoredResult,
 };
 use crate::store::{Cursor, Filter, Page, Standing, StoreError, StoreErrorKind};
 
@@ -35,9 +37,6 @@ pub(super) const TABLE_VERSION: &str = "idem 1";
 pub(super) const MAX_SCHEMA_BYTES: usize = 58;
 /// Largest result or journal, in bytes. PostgreSQL limits a value, and the message that carries it, to less than 1 GiB.
 const MAX_RESULT_BYTES: usize = 1_000_000_000;
-/// A thousand years, in milliseconds: longer than any policy allows, and far from the end of PostgreSQL's calendar.
-const MAX_MILLIS: i64 = 1000 * 366 * 86_400_000;
-
 /// Statements that create the table, also for users who run their own migrations.
 const DDL: &str = include_str!("schema.sql");
 
@@ -138,11 +137,6 @@ pub(super) fn listen(channel: &str) -> String {
 /// two schemas share no locks.
 fn lock_seed(schema: &str) -> i64 {
     i64::from_be_bytes(*Sha256::digest(schema).first_chunk().expect("a digest is longer"))
-}
-
-/// Returns `duration` in milliseconds, as a parameter of a statement.
-pub(super) fn millis(duration: Duration) -> i64 {
-    signed_millis(duration).min(MAX_MILLIS)
 }
 
 /// A statement and the types of its parameters.
@@ -856,35 +850,6 @@ fn sent(table: &str, there: &str, free: &str) -> String {
     )
 }
 
-/// Returns the length of the stored journal of an unfinished record, or of the stored result of a finished one.
-fn stored_length(record: &Record) -> i64 {
-    let result = record.state.result().map(|result| result.stored_bytes() as u64);
-    i64::try_from(result.unwrap_or_else(|| record.journal_bytes())).unwrap_or(i64::MAX)
-}
-
-/// Returns the attempt number to compare; `None` for a release, whose caller may not know the number.
-pub(super) fn number_of(record: &Record) -> Option<i64> {
-    record.is_finished().then_some(record.attempt.into())
-}
-
-/// Returns the error for a row that is no record.
-pub(super) fn corrupt(error: FormatError) -> StoreError {
-    StoreError::new(StoreErrorKind::Corrupt, error.to_string()).with_source(error)
-}
-
-/// A time on the server's clock, in microseconds.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(super) struct Micros(pub(super) i64);
-
-impl Micros {
-    /// The earliest time: `-infinity`.
-    pub(super) const FIRST: Self = Self(i64::MIN);
-
-    fn since(self, earlier: Self) -> Duration {
-        Duration::from_micros(u64::try_from(self.0.saturating_sub(earlier.0)).unwrap_or_default())
-    }
-}
-
 impl<'a> FromSql<'a> for Micros {
     fn from_sql(_: &Type, raw: &'a [u8]) -> Result<Self, Box<dyn Error + Sync + Send>> {
         Ok(Self(i64::from_be_bytes(raw.try_into()?)))
@@ -906,76 +871,6 @@ impl ToSql for Micros {
     }
 
     to_sql_checked!();
-}
-
-/// A record as a statement read it, expired or not.
-#[derive(Clone, Debug)]
-pub(super) struct FoundRow {
-    pub(super) record: Record,
-    pub(super) lapses_at: Micros,
-    pub(super) expires_at: Micros,
-    /// Time of the server's clock at which the statement read the record.
-    pub(super) now: Micros,
-    /// Time at which the key was first seen; `None` if the statement did not read this column.
-    pub(super) first_seen_at: Option<Micros>,
-    pub(super) began_at: Micros,
-}
-
-impl FoundRow {
-    pub(super) fn is_expired(&self) -> bool {
-        self.expires_at <= self.now
-    }
-
-    pub(super) fn expires_in(&self) -> Duration {
-        self.expires_at.since(self.now)
-    }
-
-    /// Returns the remaining time of the lease; zero if the lease has lapsed or the record is not pending.
-    pub(super) fn lapses_in(&self) -> Duration {
-        match self.record.state {
-            State::Pending { .. } => self.lapses_at.since(self.now),
-            _ => Duration::ZERO,
-        }
-    }
-
-    /// Decides a reservation that found this record. Takes the record by value, so that the result is not copied.
-    pub(super) fn meet(self, request: &ReserveRequest) -> AdmissionOutcome {
-        if self.is_expired() {
-            return AdmissionOutcome::Replace { met: self, with: Record::first(request), takeover: false };
-        }
-        let age = self.now.since(self.began_at);
-        match self.record.meet(request, self.lapses_in()) {
-            None => AdmissionOutcome::Answer(Reservation::finished(self.record).aged(age)),
-            Some(Admission::Answer(answer)) => AdmissionOutcome::Answer(answer.aged(age)),
-            Some(Admission::Replace { with, takeover }) => AdmissionOutcome::Replace { met: self, with, takeover },
-        }
-    }
-
-    pub(super) fn inspection(self) -> Inspection {
-        let lapses_in = matches!(self.record.state, State::Pending { .. }).then(|| self.lapses_in());
-        let first_seen = self.first_seen_at.map(|at| self.now.since(at));
-        let (expires_in, began) = (self.expires_in(), self.now.since(self.began_at));
-        Inspection::new(self.record, expires_in, lapses_in).since(first_seen, Some(began))
-    }
-
-    /// Makes the row that a reservation has just written. The other requests for the same key in its batch find this
-    /// row.
-    pub(super) fn made(record: Record, lease: Duration) -> Self {
-        let (lapses_at, expires_at) = (Micros(millis(lease).saturating_mul(1000).max(1)), Micros(i64::MAX));
-        let now = Micros(0);
-        Self { record, lapses_at, expires_at, now, first_seen_at: Some(now), began_at: now }
-    }
-}
-
-/// Decision about a reservation that found a record.
-pub(super) enum AdmissionOutcome {
-    Answer(Reservation),
-    /// Replace the record `met` by `with`, if the record is still unchanged.
-    Replace {
-        met: FoundRow,
-        with: Record,
-        takeover: bool,
-    },
 }
 
 /// Answer for one key of a statement that reserves or reads records.

@@ -8,8 +8,8 @@ use tokio_postgres::types::ToSql;
 
 use super::client::Database;
 use super::failure::OpFailure;
-use super::param::Effect;
 use super::sql::{Executor, Statement, Statements};
+use crate::kit::work::Effect;
 
 /// The connections of a runtime, and the statements of its store.
 #[derive(Debug)]

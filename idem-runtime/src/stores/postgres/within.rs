@@ -8,12 +8,15 @@ use tokio_postgres::error::SqlState;
 use tokio_postgres::types::ToSql;
 
 use super::failure::meaning;
-use super::param::{Effect, HiddenParam};
-use super::sql::{self, AdmissionOutcome, Cells, Executor, FoundRow, LookupResult, Statement, Statements, corrupt};
-use super::{MEETINGS, held_by_another, locked_or_changing};
+use super::locked_or_changing;
+use super::param::HiddenParam;
+use super::sql::{self, Cells, Executor, LookupResult, Statement, Statements};
 use crate::clock::Clock;
 use crate::key::Key;
+use crate::kit::held::{MEETINGS, held_by_another};
 use crate::kit::looks::{LOOKS, pause_before};
+use crate::kit::rows::{AdmissionOutcome, FoundRow, corrupt, millis};
+use crate::kit::work::Effect;
 use crate::record::format::FormatError;
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Lease, Parts, Record, Release, Reservation, ReserveRequest, State,
@@ -244,8 +247,8 @@ impl<S: TransactionSession> TransactionStore for InPostgres<'_, S> {
                 &HiddenParam(parts.owner),
                 &HiddenParam(parts.fingerprint),
                 &parts.on_crash_fail,
-                &sql::millis(request.lease),
-                &sql::millis(request.ttl),
+                &millis(request.lease),
+                &millis(request.ttl),
                 &parts.holder,
                 &parts.traceparent,
             ];
@@ -298,7 +301,7 @@ impl<S: TransactionSession> TransactionStore for InPostgres<'_, S> {
     }
 
     async fn wait(&self, key: &Key, at_most: Duration) -> Result<bool, StoreError> {
-        let millis = sql::millis(at_most).clamp(1, i32::MAX.into());
+        let millis = millis(at_most).clamp(1, i32::MAX.into());
         let rows = self.rows(&self.table.statements.lock_timeout, &[], Effect::Reads).await?;
         let before: Option<String> = rows.first().map(|row| row.cell(0)).transpose().map_err(corrupt)?;
         self.session.execute(&format!("SET LOCAL lock_timeout = {millis}")).await?;

@@ -1,323 +1,532 @@
-//! Sends the operations of many tasks in few statements.
-//!
-//! - A lone operation never waits: while no other operation of its kind is in flight, its caller sends it, as one plain
-//!   statement.
-//! - While an operation is in flight, further operations gather. A [lane](crate::kit::lanes) sends all gathered
-//!   operations as one statement of many rows, with a single commit.
-//! - An operation whose caller is gone is not sent, unless the operation has to outlive its caller
-//!   ([`Work::OUTLIVES`]). After the lane has sent an operation, its caller can't stop it.
-//! - If an operation fails because another session's transaction holds its key, the operations on this key are sent
-//!   alone for ten seconds, so that they block no other operation.
-//! - An operation with a large result or journal is sent alone, too, in parallel with other large operations: within
-//!   one statement, one process of the server would compress one value after the other. About half of the connections
-//!   carry no large operations.
+//! The kinds of operations that gather in batches: reservations, begins of bodies, journals, ends of attempts, and
+//! marks of sent messages.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::Semaphore;
+use tokio_postgres::Row;
+use tokio_postgres::types::ToSql;
 
 use super::client::Database;
 use super::failure::OpFailure;
-use super::sessions::unless_stuck;
-use crate::clock::Instant;
-use crate::kit::lanes::{Lane, LaneOwner, Lanes, LoneTurn, gather};
-use crate::store::StoreErrorKind;
-use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::{Handle, Mutex, lock};
-
-#[cfg(all(test, shuttle))]
-mod interleavings;
-pub(super) mod operations;
+use super::param::{HiddenParam, LeaseParams};
+use super::sql::{self, Columns, Executor as _, LookupResult};
+use super::statement_pool::StatementPool;
+use crate::key::Key;
+use crate::kit::replays::Replays;
+use crate::kit::rows::{FoundRow, millis, number_of};
+use crate::kit::work::{Effect, QueuedOp, Work};
+use crate::record::{Journal, Lease, Parts, Record, ReserveRequest, Revision, StoredResult};
 
 /// Largest number of operations in one batch.
 const BATCH: usize = 128;
-/// Size in bytes above which a batch takes no more operations.
-const BATCH_BYTES: usize = 256 * 1024;
-/// Largest number of operations on locked records in flight, each in a statement without other operations. Such an
-/// operation may occupy a connection while it waits for the lock.
-const ALONE: usize = 2;
-/// Size in bytes above which an operation is sent alone. The server compresses a value that does not fit into a page,
-/// and the compression takes longer than all other work on the row.
-const LARGE: usize = 8 * 1024;
-/// Time for which the operations on a key are sent alone after the row of the key was locked.
-const REMEMBERED: Duration = Duration::from_secs(10);
 
-/// A kind of operation, and the ways to run one operation or many.
-pub(super) trait Work: Send + Sync + Sized + 'static {
-    type Operation: Send + Sync + 'static;
-    type Answer: Send + 'static;
-
-    /// Number of batches that may be in flight simultaneously.
-    const LANES: usize;
-    /// True if an operation is sent even if its caller is gone.
-    const OUTLIVES: bool;
-
-    fn database(&self) -> &Database;
-
-    /// Returns the semaphore that allows only one batch in flight; `None` if several batches may be in flight. A batch
-    /// holds a permit while it is in flight.
-    fn turn(&self) -> Option<&Semaphore>;
-
-    /// Returns the key of an operation.
-    fn key(operation: &Self::Operation) -> &str;
-
-    /// Returns the approximate number of bytes that the operation sends.
-    fn bytes(operation: &Self::Operation) -> usize;
-
-    fn one(&self, operation: &Self::Operation) -> impl Future<Output = Result<Self::Answer, OpFailure>> + Send;
-
-    /// Returns an answer for each operation, in order, or one failure for all. The implementation may skip an operation
-    /// that is no longer [wanted](QueuedOp::is_wanted) right before it is sent, and return any answer for that
-    /// operation.
-    fn many(&self, operations: &[QueuedOp<Self>]) -> impl Future<Output = Result<Vec<Self::Answer>, OpFailure>> + Send;
+/// Reservations, as a kind of [`Work`].
+pub(super) struct Reservations {
+    server: Arc<StatementPool>,
+    replays: Replays,
 }
 
-type Answer<W> = Result<<W as Work>::Answer, OpFailure>;
-
-/// An operation that waits for its lane.
-pub(super) struct QueuedOp<W: Work> {
-    pub(super) operation: W::Operation,
-    since: Instant,
-    answer: oneshot::Sender<Answer<W>>,
+/// Returns the indexes of a batch in the order of the keys. All processes lock rows in this order, so that no two
+/// processes wait for each other.
+pub(super) fn by_key<T>(operations: &[T], key: impl Fn(&T) -> &str) -> Vec<usize> {
+    // The vector holds the keys, too, so that the sort compares keys without a look-up in the operations.
+    let mut order: Vec<(&str, usize)> = operations.iter().map(key).zip(0..).collect();
+    order.sort_unstable();
+    order.into_iter().map(|(_, place)| place).collect()
 }
 
-impl<W: Work> QueuedOp<W> {
-    /// Returns whether the operation still has to be sent: its caller waits, or it outlives its caller.
-    pub(super) fn is_wanted(&self) -> bool {
-        W::OUTLIVES || !self.answer.is_closed()
+/// Returns whether `rows` answer each operation of a batch that was sent in this `order`.
+fn answers(order: &[usize], rows: &[Row]) -> Vec<bool> {
+    let mut answers = vec![false; order.len()];
+    for (place, is_answered) in order.iter().zip(sql::answered(rows, order.len())) {
+        answers[*place] = is_answered;
     }
+    answers
 }
 
-/// The operations of one kind that gather, and the lanes that send them.
-pub(super) struct WorkLanes<W: Work>(Arc<WorkLanesInner<W>>);
+impl Reservations {
+    pub(super) fn new(server: Arc<StatementPool>) -> Self {
+        Self { server, replays: Replays::new() }
+    }
 
-struct WorkLanesInner<W: Work> {
-    work: W,
-    lanes: Lanes<VecDeque<QueuedOp<W>>>,
-    /// True if the latest batch had more than one operation: more operations will probably follow soon.
-    is_busy: AtomicBool,
-    /// Permits for operations on locked records.
-    alone: Semaphore,
-    /// Keys whose rows were locked, and the time until which operations on these keys are sent alone.
-    locked: Mutex<HashMap<String, Instant>>,
-    /// True if `locked` may contain keys, which is rare. While false, an operation need not take the lock of `locked`.
-    any_locked: AtomicBool,
-}
-
-/// Reason why an operation shares no statement with other operations.
-#[derive(Clone, Copy)]
-enum LoneReason {
-    /// Another session recently locked the record of the operation.
-    Locked,
-    Large,
-}
-
-/// A lone operation, which its caller drives.
-struct LoneOp<'a, W: Work> {
-    shared: &'a Arc<WorkLanesInner<W>>,
-    /// `None` once the operation is answered.
-    operation: Option<W::Operation>,
-    _turn: LoneTurn<'a>,
-}
-
-impl<W: Work> Drop for LoneOp<'_, W> {
-    fn drop(&mut self) {
-        // The operation may have been sent already. In that case the second copy changes nothing.
-        if W::OUTLIVES
-            && let Some(operation) = self.operation.take()
+    /// Sends one request for each key whose record is `Unseen`: the first request whose caller still waits.
+    async fn reserve_unseen(&self, batch: &[QueuedOp<Self>], keys: &mut [OfKey<'_>]) -> Result<(), OpFailure> {
+        let ready = self.server.database.ready(&self.server.sql.reserve_many).await?;
+        let mut places: HashMap<&str, usize> = HashMap::new();
+        let mut asked: Vec<&ReserveRequest> = Vec::new();
+        for (at, of_key) in keys.iter_mut().enumerate().filter(|(_, of_key)| matches!(of_key.met, LookupResult::Unseen))
         {
-            drop(WorkLanesInner::gather(self.shared, operation));
-        }
-    }
-}
-
-impl<W: Work> WorkLanes<W> {
-    /// Makes the lanes, which are tasks of the current runtime.
-    pub(super) fn new(work: W) -> Self {
-        Self(Arc::new(WorkLanesInner {
-            work,
-            lanes: Lanes::new(),
-            is_busy: AtomicBool::new(false),
-            alone: Semaphore::new(ALONE),
-            locked: Mutex::default(),
-            any_locked: AtomicBool::new(false),
-        }))
-    }
-
-    /// Runs `operation`. After the first poll, an operation with [`Work::OUTLIVES`] is sent even if the caller drops
-    /// this future.
-    pub(super) async fn call(&self, operation: W::Operation) -> Answer<W> {
-        if let Some(turn) = self.0.enter() {
-            let mut lone = LoneOp { shared: &self.0, operation: None, _turn: turn };
-            // Boxed: under load most operations gather, and would carry the size of this future.
-            let answer = Box::pin(self.0.one(lone.operation.insert(operation))).await;
-            lone.operation = None;
-            return answer;
-        }
-        // A missing answer means that the runtime of the lane is gone: the operation may have taken effect.
-        WorkLanesInner::gather(&self.0, operation).await.unwrap_or_else(|_| Err(OpFailure::lost()))
-    }
-}
-
-impl<W: Work> WorkLanesInner<W> {
-    /// Returns the right to send an operation alone, if nothing else is in flight.
-    fn enter(&self) -> Option<LoneTurn<'_>> {
-        // A caller outside of any runtime has neither timers nor sockets, so a lane has to send its operation.
-        let may_be_alone = !self.is_busy.load(Ordering::Relaxed) && Handle::try_current().is_ok();
-        may_be_alone.then(|| self.lanes.enter()).flatten()
-    }
-
-    /// Adds an operation to the queue, and makes sure that a lane will take it.
-    fn gather(this: &Arc<Self>, operation: W::Operation) -> oneshot::Receiver<Answer<W>> {
-        let (answer, receiver) = oneshot::channel();
-        let since = this.work.database().clock().now();
-        let alone = this.why_alone(&operation);
-        let waiting = QueuedOp { operation, since, answer };
-        if let Some(why) = alone {
-            this.lanes.runtime().spawn(Arc::clone(this).ask_alone(waiting, why));
-            return receiver;
-        }
-        gather(this, W::LANES, |queue| queue.push_back(waiting));
-        receiver
-    }
-
-    /// Returns the reason why an operation must share no statement with other operations, if there is a reason.
-    fn why_alone(&self, operation: &W::Operation) -> Option<LoneReason> {
-        if self.was_locked(W::key(operation)) {
-            return Some(LoneReason::Locked);
-        }
-        (self.work.database().large().is_some() && W::bytes(operation) > LARGE).then_some(LoneReason::Large)
-    }
-
-    /// Returns whether another session has recently locked the row of `key`.
-    fn was_locked(&self, key: &str) -> bool {
-        if !self.any_locked.load(Ordering::Relaxed) {
-            return false;
-        }
-        let now = self.work.database().clock().now();
-        let mut locked = lock(&self.locked);
-        locked.retain(|_, until| *until > now);
-        self.any_locked.store(!locked.is_empty(), Ordering::Relaxed);
-        locked.contains_key(key)
-    }
-
-    async fn one(&self, operation: &W::Operation) -> Answer<W> {
-        let answer = self.work.one(operation).await;
-        if matches!(&answer, Err(failure) if failure.is_locked) {
-            let until = self.work.database().clock().now().saturating_add(REMEMBERED);
-            lock(&self.locked).insert(W::key(operation).to_owned(), until);
-            self.any_locked.store(true, Ordering::Relaxed);
-        }
-        answer
-    }
-
-    /// Sends an operation alone once a permit is free, unless its caller is gone by then.
-    async fn ask_alone(self: Arc<Self>, waiting: QueuedOp<W>, why: LoneReason) {
-        let database = self.work.database();
-        let (room, full) = match (why, database.large()) {
-            (LoneReason::Large, Some(large)) => (large, "other large values are still on their way"),
-            _ => (&self.alone, "other operations wait for records that another session has locked"),
-        };
-        let room = unless_stuck(&**database.clock(), database.timeout(), || database.moved(), room.acquire());
-        let answer = match room.await {
-            Some(Ok(_room)) if waiting.is_wanted() => self.one(&waiting.operation).await,
-            Some(Ok(_)) => return,
-            _ => Err(OpFailure::not_sent(full)),
-        };
-        waiting.answer.send(answer).ok();
-    }
-
-    async fn send(self: &Arc<Self>, batch: Vec<QueuedOp<W>>) {
-        let database = self.work.database();
-        let now = database.clock().now();
-        let (mut late, mut batch): (Vec<_>, Vec<_>) = batch.into_iter().partition(|waiting| {
-            // The server stalls. An operation that waited this long is not sent, so its error can state that nothing
-            // was written.
-            now.saturating_since(waiting.since.max(database.moved())) > database.timeout()
-        });
-        for waiting in late.drain(..) {
-            waiting.answer.send(Err(OpFailure::not_sent("it did not answer earlier statements"))).ok();
-        }
-        if batch.len() > 1 {
-            let mut answer = self.work.many(&batch).await;
-            // Another session locked a row while the statement ran. A second statement skips that row from the start.
-            if matches!(&answer, Err(failure) if failure.is_deadlock || failure.is_locked) {
-                answer = self.work.many(&batch).await;
+            of_key.asked = of_key.places.iter().copied().find(|place| batch[*place].is_wanted());
+            if let Some(place) = of_key.asked {
+                let request = &batch[place].operation;
+                places.insert(request.key.as_str(), at);
+                asked.push(request);
             }
-            match answer {
-                Ok(all) => {
-                    for (waiting, one) in batch.into_iter().zip(all) {
-                        waiting.answer.send(Ok(one)).ok();
-                    }
-                }
-                // Nothing was written. Each operation is sent alone, so that the operation that caused the failure
-                // neither fails nor delays the other operations.
-                Err(failure) if failure.blames_one => {
-                    for waiting in batch {
-                        self.lanes.runtime().spawn(Arc::clone(self).ask_alone(waiting, LoneReason::Locked));
-                    }
-                }
-                Err(failure) => {
-                    for waiting in batch {
-                        waiting.answer.send(Err(failure.clone())).ok();
-                    }
+        }
+        if asked.is_empty() {
+            return Ok(());
+        }
+        let column = |of: fn(&ReserveRequest) -> i64| asked.iter().map(|it| of(it)).collect::<Vec<_>>();
+        let names: Vec<&str> = asked.iter().map(|it| it.key.as_str()).collect();
+        let owners: Vec<&[u8]> = asked.iter().map(|it| &it.owner.as_bytes()[..]).collect();
+        let fingerprints: Vec<_> = asked.iter().map(|it| fingerprint(it)).collect();
+        let on_crash_fail: Vec<bool> = asked.iter().map(|it| on_crash_fail(it)).collect();
+        let (leases, ttls) = (column(|it| millis(it.lease)), column(|it| millis(it.ttl)));
+        let holders: Vec<_> = asked.iter().map(|it| holder(it)).collect();
+        let traceparents: Vec<_> = asked.iter().map(|it| it.provenance.traceparent_text()).collect();
+        let params: [&(dyn ToSql + Sync); 8] = [
+            &names,
+            &HiddenParam(owners),
+            &HiddenParam(fingerprints),
+            &on_crash_fail,
+            &leases,
+            &ttls,
+            &holders,
+            &traceparents,
+        ];
+        for row in &ready.query(&params, Effect::Writes).await? {
+            if let Some(at) = sql::key(row).and_then(|key| places.get(key)) {
+                // If a purge removed the old row while this statement made a new row, the answer contains both. The new
+                // row is the record.
+                if !matches!(keys[*at].met, LookupResult::Made) {
+                    keys[*at].met = sql::met_in_a_batch(row);
                 }
             }
-        } else if let Some(waiting) = batch.pop() {
-            waiting.answer.send(self.one(&waiting.operation).await).ok();
         }
+        Ok(())
     }
 }
 
-/// Returns the operations of the next batch, if there are any whose callers still wait.
-fn next_batch<W: Work>(queue: &mut VecDeque<QueuedOp<W>>) -> Option<Vec<QueuedOp<W>>> {
-    let mut bytes = 0;
-    let mut next = Vec::new();
-    while next.len() < BATCH
-        && let Some(waiting) = queue.pop_front()
-    {
-        if !waiting.is_wanted() {
-            continue;
-        }
-        bytes += W::bytes(&waiting.operation);
-        if bytes > BATCH_BYTES && !next.is_empty() {
-            queue.push_front(waiting);
-            break;
-        }
-        next.push(waiting);
-    }
-    (!next.is_empty()).then_some(next)
+/// The requests for one key in a batch.
+struct OfKey<'a> {
+    places: &'a [usize],
+    /// Index in the batch of the request that was sent, if a request was sent.
+    asked: Option<usize>,
+    met: LookupResult,
 }
 
-impl<W: Work> LaneOwner for WorkLanesInner<W> {
-    type Queue = VecDeque<QueuedOp<W>>;
+/// Returns whether a request gets the result of a finished record. A record whose result or journal was left out counts
+/// as finished, because almost no journal is that large.
+fn is_replay(met: &LookupResult) -> bool {
+    matches!(met, LookupResult::LeftOut) || matches!(met, LookupResult::Found(Ok(found)) if found.record.is_finished())
+}
 
-    fn lanes(&self) -> &Lanes<Self::Queue> {
-        &self.lanes
+fn fingerprint(request: &ReserveRequest) -> Option<&[u8]> {
+    request.fingerprint.as_ref().map(|fingerprint| &fingerprint.as_bytes()[..])
+}
+
+fn holder(request: &ReserveRequest) -> Option<&str> {
+    request.provenance.holder().map(|holder| holder.as_str())
+}
+
+fn on_crash_fail(request: &ReserveRequest) -> bool {
+    Parts::of(&Record::first(request)).on_crash_fail
+}
+
+impl Work for Reservations {
+    type Operation = ReserveRequest;
+    type Answer = LookupResult;
+    type Failure = OpFailure;
+    type Link = Database;
+
+    const BATCH: usize = BATCH;
+    const LANES: usize = 2;
+    const OUTLIVES: bool = false;
+
+    fn link(&self) -> &Database {
+        &self.server.database
     }
 
-    async fn run(mut lane: Lane<Self>) {
+    fn key(request: &ReserveRequest) -> &str {
+        request.key.as_str()
+    }
+
+    fn turn(&self) -> Option<&Semaphore> {
+        // Replays write nothing, so batches of replays need not take turns with batches that have to be committed.
+        (!self.replays.are_expected()).then_some(&self.server.turn)
+    }
+
+    fn bytes(request: &ReserveRequest) -> usize {
+        request.key.as_str().len() + 80
+    }
+
+    async fn one(&self, request: &ReserveRequest) -> Result<LookupResult, OpFailure> {
+        let key = request.key.as_str();
+        if self.replays.are_expected() {
+            let rows = self.server.rows(&self.server.sql.answer, &[&key], Effect::Reads).await?;
+            if let Some(row) = rows.first() {
+                let met = sql::met(row, Columns::Answer);
+                self.replays.note(usize::from(is_replay(&met)), 1);
+                return Ok(met);
+            }
+        }
+        let params: [&(dyn ToSql + Sync); 8] = [
+            &key,
+            &HiddenParam(&request.owner.as_bytes()[..]),
+            &HiddenParam(fingerprint(request)),
+            &on_crash_fail(request),
+            &millis(request.lease),
+            &millis(request.ttl),
+            &holder(request),
+            &request.provenance.traceparent_text(),
+        ];
+        let rows = self.server.rows(&self.server.sql.reserve, &params, Effect::Writes).await?;
+        let mut met = LookupResult::Unseen;
+        for row in &rows {
+            if !matches!(met, LookupResult::Made) {
+                met = sql::met(row, Columns::Answer);
+            }
+        }
+        self.replays.note(usize::from(is_replay(&met)), 1);
+        Ok(met)
+    }
+
+    async fn many(&self, batch: &[QueuedOp<Self>]) -> Result<Vec<LookupResult>, OpFailure> {
+        let order = by_key(batch, |it| it.operation.key.as_str());
+        let same = |a: &usize, b: &usize| batch[*a].operation.key == batch[*b].operation.key;
+        let groups = order.chunk_by(same);
+        let mut keys: Vec<OfKey<'_>> =
+            groups.map(|places| OfKey { places, asked: None, met: LookupResult::Unseen }).collect();
+        if self.replays.are_expected() {
+            let ready = self.server.database.ready(&self.server.sql.look_many).await?;
+            let names: Vec<&str> = keys.iter().map(|it| batch[it.places[0]].operation.key.as_str()).collect();
+            let places: HashMap<&str, usize> = names.iter().enumerate().map(|(at, name)| (*name, at)).collect();
+            for row in &ready.query(&[&names], Effect::Reads).await? {
+                if let Some(at) = sql::key(row).and_then(|key| places.get(key)) {
+                    keys[*at].met = sql::met_in_a_batch(row);
+                }
+            }
+        }
+        if keys.iter().any(|it| matches!(it.met, LookupResult::Unseen)) {
+            self.reserve_unseen(batch, &mut keys).await?;
+        }
+        self.replays.note(keys.iter().filter(|it| is_replay(&it.met)).count(), keys.len());
+        let mut answers: Vec<LookupResult> = batch.iter().map(|_| LookupResult::Unseen).collect();
+        for OfKey { places, asked, met } in keys {
+            for place in places {
+                answers[*place] = match (&met, asked) {
+                    // One request made the record; the other requests for the key find that record.
+                    (LookupResult::Made, Some(asked)) if asked != *place => {
+                        let first = &batch[asked].operation;
+                        LookupResult::Found(Ok(Box::new(FoundRow::made(Record::first(first), first.lease))))
+                    }
+                    (met, _) => met.clone(),
+                };
+            }
+        }
+        Ok(answers)
+    }
+}
+
+/// Marks for bodies that begin, as a kind of [`Work`].
+pub(super) struct BeginMarks(Arc<StatementPool>);
+
+impl BeginMarks {
+    pub(super) fn new(server: Arc<StatementPool>) -> Self {
+        Self(server)
+    }
+
+    /// Writes into the records of `leases` that the bodies begin. Returns for each lease whether its record now shows
+    /// that the body has begun. An attempt has one caller, so no attempt occurs twice in `leases`.
+    async fn mark(&self, leases: &[&Lease]) -> Result<Vec<bool>, OpFailure> {
+        let order = by_key(leases, |lease| lease.key.as_str());
+        let sorted = LeaseParams::new(order.iter().map(|place| leases[*place]));
+        let params: [&(dyn ToSql + Sync); 3] = [&sorted.keys, &sorted.owners, &sorted.attempts];
+        Ok(answers(&order, &self.0.rows(&self.0.sql.begin, &params, Effect::Writes).await?))
+    }
+}
+
+impl Work for BeginMarks {
+    type Operation = Lease;
+    /// True if the record now shows that the body has begun.
+    type Answer = bool;
+    type Failure = OpFailure;
+    type Link = Database;
+
+    const BATCH: usize = BATCH;
+    const LANES: usize = 1;
+    const OUTLIVES: bool = false;
+
+    fn link(&self) -> &Database {
+        &self.0.database
+    }
+
+    fn key(lease: &Lease) -> &str {
+        lease.key.as_str()
+    }
+
+    fn turn(&self) -> Option<&Semaphore> {
+        Some(&self.0.turn)
+    }
+
+    fn bytes(lease: &Lease) -> usize {
+        lease.key.as_str().len() + 80
+    }
+
+    async fn one(&self, lease: &Lease) -> Result<bool, OpFailure> {
+        Ok(self.mark(&[lease]).await?.contains(&true))
+    }
+
+    async fn many(&self, leases: &[QueuedOp<Self>]) -> Result<Vec<bool>, OpFailure> {
+        self.mark(&leases.iter().map(|it| &it.operation).collect::<Vec<_>>()).await
+    }
+}
+
+/// Journals of attempts, as a kind of [`Work`].
+pub(super) struct JournalWrites(Arc<StatementPool>);
+
+/// The journal of one attempt.
+pub(super) struct JournalRow {
+    pub(super) lease: Lease,
+    pub(super) journal: Journal,
+}
+
+impl JournalRow {
+    /// Returns what the statement compares, keys first: rows are locked in the order of their keys.
+    fn attempt(&self) -> (&str, &[u8], u32) {
+        (self.lease.key.as_str(), &self.lease.owner.as_bytes()[..], self.lease.attempt)
+    }
+}
+
+impl JournalWrites {
+    pub(super) fn new(server: Arc<StatementPool>) -> Self {
+        Self(server)
+    }
+
+    /// Writes the journals, and renews the leases of their attempts. Returns for each journal whether the record of its
+    /// attempt now has this journal or a longer one.
+    async fn write(&self, rows: &[&JournalRow]) -> Result<Vec<bool>, OpFailure> {
+        let mut order: Vec<usize> = (0..rows.len()).collect();
+        order.sort_unstable_by_key(|place| rows[*place].attempt());
+        // If a batch has several journals of one attempt, the statement writes the longest one: given two, the server
+        // would write any of them.
+        let attempts: Vec<&[usize]> = order.chunk_by(|a, b| rows[*a].attempt() == rows[*b].attempt()).collect();
+        let length = |row: &&JournalRow| row.journal.bytes().len();
+        let longest = attempts.iter().filter_map(|of| of.iter().map(|place| rows[*place]).max_by_key(length));
+        let longest: Vec<&JournalRow> = longest.collect();
+        let leases = LeaseParams::new(longest.iter().map(|row| &row.lease));
+        let journals: Vec<&[u8]> = longest.iter().map(|row| &row.journal.bytes()[..]).collect();
+        let params: [&(dyn ToSql + Sync); 4] = [&leases.keys, &leases.owners, &leases.attempts, &HiddenParam(journals)];
+        let bytes = longest.iter().map(|row| Self::bytes(row)).sum();
+        let answer = self.0.rows(&self.0.sql.append_many, &params, Effect::Records(bytes)).await?;
+        let mut written = vec![false; rows.len()];
+        for (places, is_written) in attempts.iter().zip(sql::answered(&answer, longest.len())) {
+            for place in *places {
+                written[*place] = is_written;
+            }
+        }
+        Ok(written)
+    }
+}
+
+impl Work for JournalWrites {
+    type Operation = JournalRow;
+    /// True if the record has the journal or a longer one, and its lease was renewed.
+    type Answer = bool;
+    type Failure = OpFailure;
+    type Link = Database;
+
+    const BATCH: usize = BATCH;
+    const LANES: usize = 1;
+    // The entries of a caller that is gone leave with the next journal of its attempt, if the attempt goes on.
+    const OUTLIVES: bool = false;
+
+    fn link(&self) -> &Database {
+        &self.0.database
+    }
+
+    fn key(row: &JournalRow) -> &str {
+        row.lease.key.as_str()
+    }
+
+    fn turn(&self) -> Option<&Semaphore> {
+        Some(&self.0.turn)
+    }
+
+    fn bytes(row: &JournalRow) -> usize {
+        row.lease.key.as_str().len() + row.journal.bytes().len() + 80
+    }
+
+    async fn one(&self, row: &JournalRow) -> Result<bool, OpFailure> {
+        let JournalRow { lease, journal } = row;
+        let params: [&(dyn ToSql + Sync); 4] = [
+            &lease.key.as_str(),
+            &HiddenParam(&lease.owner.as_bytes()[..]),
+            &i64::from(lease.attempt),
+            &HiddenParam(&journal.bytes()[..]),
+        ];
+        let effect = Effect::Records(journal.bytes().len());
+        Ok(!self.0.rows(&self.0.sql.append, &params, effect).await?.is_empty())
+    }
+
+    async fn many(&self, rows: &[QueuedOp<Self>]) -> Result<Vec<bool>, OpFailure> {
+        self.write(&rows.iter().map(|it| &it.operation).collect::<Vec<_>>()).await
+    }
+}
+
+/// Marks of finished operations whose messages are all sent, as a kind of [`Work`].
+pub(super) struct SentMarks(Arc<StatementPool>);
+
+/// The mark of one operation: the record that the sender of its messages saw.
+pub(super) struct SentRow {
+    pub(super) key: Key,
+    pub(super) seen: Revision,
+}
+
+impl SentMarks {
+    pub(super) fn new(server: Arc<StatementPool>) -> Self {
+        Self(server)
+    }
+
+    /// Removes the messages from the records of `rows`. Returns for each row whether this statement removed them.
+    async fn mark(&self, rows: &[&SentRow]) -> Result<Vec<bool>, OpFailure> {
+        let order = by_key(rows, |row| row.key.as_str());
+        let sorted: Vec<&SentRow> = order.iter().map(|place| rows[*place]).collect();
+        let keys: Vec<&str> = sorted.iter().map(|row| row.key.as_str()).collect();
+        let owners: Vec<&[u8]> = sorted.iter().map(|row| &row.seen.owner[..]).collect();
+        let attempts: Vec<i64> = sorted.iter().map(|row| row.seen.attempt.into()).collect();
+        let states: Vec<&str> = sorted.iter().map(|row| row.seen.standing.name()).collect();
+        let params: [&(dyn ToSql + Sync); 4] = [&keys, &HiddenParam(owners), &attempts, &states];
+        Ok(answers(&order, &self.0.rows(&self.0.sql.sent, &params, Effect::Writes).await?))
+    }
+}
+
+impl Work for SentMarks {
+    type Operation = SentRow;
+    /// True if this statement removed the messages of the record.
+    type Answer = bool;
+    type Failure = OpFailure;
+    type Link = Database;
+
+    const BATCH: usize = BATCH;
+    const LANES: usize = 1;
+    const OUTLIVES: bool = false;
+
+    fn link(&self) -> &Database {
+        &self.0.database
+    }
+
+    fn key(row: &SentRow) -> &str {
+        row.key.as_str()
+    }
+
+    fn turn(&self) -> Option<&Semaphore> {
+        Some(&self.0.turn)
+    }
+
+    fn bytes(row: &SentRow) -> usize {
+        row.key.as_str().len() + 80
+    }
+
+    async fn one(&self, row: &SentRow) -> Result<bool, OpFailure> {
+        Ok(self.mark(&[row]).await?.contains(&true))
+    }
+
+    async fn many(&self, rows: &[QueuedOp<Self>]) -> Result<Vec<bool>, OpFailure> {
+        self.mark(&rows.iter().map(|it| &it.operation).collect::<Vec<_>>()).await
+    }
+}
+
+/// Ends of attempts, as a kind of [`Work`].
+pub(super) struct EndWrites(Arc<StatementPool>);
+
+/// The end of one attempt.
+pub(super) struct EndRow {
+    pub(super) key: Key,
+    pub(super) record: Record,
+    pub(super) refund: i64,
+    pub(super) ttl: Duration,
+}
+
+impl EndWrites {
+    pub(super) fn new(server: Arc<StatementPool>) -> Self {
+        Self(server)
+    }
+
+    async fn distinct(&self, ends: &[&EndRow]) -> Result<Vec<bool>, OpFailure> {
+        let places: HashMap<&str, usize> = ends.iter().enumerate().map(|(i, it)| (it.key.as_str(), i)).collect();
+        let keys: Vec<&str> = ends.iter().map(|it| it.key.as_str()).collect();
+        let parts: Vec<Parts<'_>> = ends.iter().map(|it| Parts::of(&it.record)).collect();
+        let owners: Vec<&[u8]> = parts.iter().map(|it| it.owner).collect();
+        let states: Vec<&str> = parts.iter().map(|it| it.state).collect();
+        let refunds: Vec<i64> = ends.iter().map(|it| it.refund).collect();
+        let codecs: Vec<Option<&str>> = parts.iter().map(|it| it.codec).collect();
+        let results: Vec<Option<&[u8]>> = parts.iter().map(|it| it.result.as_deref()).collect();
+        let sizes: Vec<Option<i64>> = parts.iter().map(|it| it.result_bytes).collect();
+        let ttls: Vec<i64> = ends.iter().map(|it| millis(it.ttl)).collect();
+        let numbers: Vec<Option<i64>> = ends.iter().map(|it| number_of(&it.record)).collect();
+        let params: [&(dyn ToSql + Sync); 9] =
+            [&keys, &HiddenParam(owners), &states, &refunds, &codecs, &HiddenParam(results), &sizes, &ttls, &numbers];
+        let mut done = vec![false; ends.len()];
+        let bytes = ends.iter().map(|it| Self::bytes(it)).sum();
+        for row in &self.0.rows(&self.0.sql.end_many, &params, Effect::Records(bytes)).await? {
+            if let Some(i) = row.try_get::<_, &str>(0).ok().and_then(|key| places.get(key)) {
+                done[*i] = true;
+            }
+        }
+        Ok(done)
+    }
+}
+
+impl Work for EndWrites {
+    type Operation = EndRow;
+    /// True if the write ended a pending record.
+    type Answer = bool;
+    type Failure = OpFailure;
+    type Link = Database;
+
+    const BATCH: usize = BATCH;
+    const LANES: usize = 1;
+    // The end of an attempt must be written even if its caller is gone.
+    const OUTLIVES: bool = true;
+
+    fn link(&self) -> &Database {
+        &self.0.database
+    }
+
+    fn key(end: &EndRow) -> &str {
+        end.key.as_str()
+    }
+
+    fn turn(&self) -> Option<&Semaphore> {
+        Some(&self.0.turn)
+    }
+
+    fn bytes(end: &EndRow) -> usize {
+        end.key.as_str().len() + end.record.state.result().map_or(0, StoredResult::stored_bytes) + 80
+    }
+
+    async fn one(&self, end: &EndRow) -> Result<bool, OpFailure> {
+        let sql = &self.0.sql;
+        sql.end_pending(&*self.0, end.key.as_str(), &end.record, end.refund, end.ttl).await
+    }
+
+    async fn many(&self, ends: &[QueuedOp<Self>]) -> Result<Vec<bool>, OpFailure> {
+        let ends: Vec<&EndRow> = ends.iter().map(|it| &it.operation).collect();
+        let order = by_key(&ends, |it| it.key.as_str());
+        let mut done = vec![false; ends.len()];
+        // If a batch has several ends for one key, separate statements write them in order: within one statement, any
+        // end could win.
+        let groups: Vec<&[usize]> = order.chunk_by(|a, b| ends[*a].key == ends[*b].key).collect();
+        let mut turn = 0;
         loop {
-            let owner = Arc::clone(lane.owner());
-            let _turn = match owner.work.turn() {
-                // The semaphore is never closed.
-                Some(turn) => turn.acquire().await.ok(),
-                None => None,
+            let some: Vec<usize> = groups.iter().filter_map(|group| group.get(turn).copied()).collect();
+            if some.is_empty() {
+                return Ok(done);
+            }
+            let distinct: Vec<&EndRow> = some.iter().map(|i| ends[*i]).collect();
+            let ended = match self.distinct(&distinct).await {
+                // The failure answers all ends of the batch, also those that an earlier statement has written.
+                Err(failure) if turn > 0 => return Err(failure.after_writes()),
+                ended => ended?,
             };
-            // The callers that the last answer has woken run first, so that their next operations join one batch.
-            tokio::task::yield_now().await;
-            let Some(batch) = lane.next(next_batch) else { return };
-            owner.is_busy.store(batch.len() > 1, Ordering::Relaxed);
-            owner.send(batch).await;
-        }
-    }
-
-    fn refuse(&self, queue: Self::Queue) {
-        let failure = OpFailure::new(StoreErrorKind::Unavailable, "the runtime of the store has shut down");
-        for waiting in queue {
-            waiting.answer.send(Err(failure.clone())).ok();
+            for (i, was_done) in some.iter().zip(ended) {
+                done[*i] = was_done;
+            }
+            turn += 1;
         }
     }
 }

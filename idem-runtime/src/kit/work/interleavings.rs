@@ -5,18 +5,69 @@ use std::sync::atomic::AtomicUsize;
 
 use shuttle::future::{block_on, yield_now};
 use shuttle::thread;
-use tokio_postgres::Config;
 
-use super::super::sessions::{ConnectionSource, Sessions, Tls};
 use super::*;
-use crate::clock::Clock;
 use crate::kit::lanes::interleavings::{GatedServer, polled_once};
 use crate::sync::{TestClock, explore, join_all};
+
+/// Connections of which [`ROOM_FOR_LARGE`] take large operations.
+struct TestLink {
+    clock: Arc<dyn Clock>,
+    large: Semaphore,
+}
+
+impl Link for TestLink {
+    fn clock(&self) -> &Arc<dyn Clock> {
+        &self.clock
+    }
+
+    fn timeout(&self) -> Duration {
+        Duration::from_secs(1)
+    }
+
+    fn moved(&self) -> Instant {
+        Instant::new(Duration::ZERO)
+    }
+
+    fn large(&self) -> Option<&Semaphore> {
+        Some(&self.large)
+    }
+}
+
+/// Reason why an operation of the test server has no answer.
+#[derive(Clone, PartialEq, Eq, Debug)]
+enum TestFailure {
+    NotSent,
+    Lost,
+    Locked,
+}
+
+impl WorkFailure for TestFailure {
+    fn not_sent(_: &str) -> Self {
+        Self::NotSent
+    }
+
+    fn lost() -> Self {
+        Self::Lost
+    }
+
+    fn is_locked(&self) -> bool {
+        *self == Self::Locked
+    }
+
+    fn is_worth_repeating(&self) -> bool {
+        *self == Self::Locked
+    }
+
+    fn blames_one(&self) -> bool {
+        *self == Self::Locked
+    }
+}
 
 /// A server that answers each operation with the operation's key. An operation on the key `locked` fails its whole
 /// batch, as if another session had locked the row. An operation on a key that starts with `large` has a large result.
 struct Echo<const OUTLIVES: bool> {
-    database: Database,
+    link: TestLink,
     turn: Option<Semaphore>,
     server: Arc<GatedServer>,
     /// Number of large operations in flight.
@@ -53,12 +104,15 @@ fn is_large(key: &str) -> bool {
 impl<const OUTLIVES: bool> Work for Echo<OUTLIVES> {
     type Operation = String;
     type Answer = String;
+    type Failure = TestFailure;
+    type Link = TestLink;
 
+    const BATCH: usize = 128;
     const LANES: usize = 2;
     const OUTLIVES: bool = OUTLIVES;
 
-    fn database(&self) -> &Database {
-        &self.database
+    fn link(&self) -> &TestLink {
+        &self.link
     }
 
     fn turn(&self) -> Option<&Semaphore> {
@@ -73,41 +127,30 @@ impl<const OUTLIVES: bool> Work for Echo<OUTLIVES> {
         if is_large(operation) { LARGE + 1 } else { 1 }
     }
 
-    async fn one(&self, operation: &String) -> Result<String, OpFailure> {
+    async fn one(&self, operation: &String) -> Result<String, TestFailure> {
         self.exchange(&[operation]).await;
-        if operation == "locked" { Err(is_locked()) } else { Ok(operation.clone()) }
+        if operation == "locked" { Err(TestFailure::Locked) } else { Ok(operation.clone()) }
     }
 
-    async fn many(&self, operations: &[QueuedOp<Self>]) -> Result<Vec<String>, OpFailure> {
+    async fn many(&self, operations: &[QueuedOp<Self>]) -> Result<Vec<String>, TestFailure> {
         let keys: Vec<_> = operations.iter().map(|waiting| &waiting.operation).collect();
         self.exchange(&keys).await;
         if keys.iter().any(|key| *key == "locked") {
-            return Err(is_locked());
+            return Err(TestFailure::Locked);
         }
         Ok(keys.into_iter().cloned().collect())
     }
 }
 
-fn is_locked() -> OpFailure {
-    let mut failure = OpFailure::not_sent("locked");
-    (failure.blames_one, failure.is_locked) = (true, true);
-    failure
-}
-
-const CONNECTIONS: usize = 6;
-/// Number of connections that large operations may take in addition to the lone operation's connection: half of all
-/// connections, in total.
+/// Number of connections that large operations may take in addition to the lone operation's connection.
 const ROOM_FOR_LARGE: usize = 2;
 
 /// Makes lanes to a test server that answers nothing until its gate opens.
 fn open<const OUTLIVES: bool>(turn: Option<Semaphore>) -> (Arc<WorkLanes<Echo<OUTLIVES>>>, Arc<GatedServer>) {
     let clock: Arc<dyn Clock> = Arc::new(TestClock::default());
-    let limit = Duration::from_secs(1);
-    let source = ConnectionSource::Config(Box::new(Config::new()), Tls::Off);
-    let sessions = Sessions::new(source, CONNECTIONS, limit, Arc::clone(&clock));
-    let database = Database::new(sessions, clock, limit, false);
+    let link = TestLink { clock, large: Semaphore::new(ROOM_FOR_LARGE) };
     let server = GatedServer::shut();
-    let echo = Echo { database, turn, server: Arc::clone(&server), large: Arc::default() };
+    let echo = Echo { link, turn, server: Arc::clone(&server), large: Arc::default() };
     (Arc::new(WorkLanes::new(echo)), server)
 }
 
