@@ -1,12 +1,12 @@
 //! `NatsStore` compared with hand-written code over the client of NATS.
 //!
-//! - *First run*, by hand: a message that expects no message on its subject, the same handler, and its result as JSON in
-//!   a message that expects the first one. The messages by hand have no retention.
+//! - *First run*, by hand: a message that expects no message on its subject, the same handler, and its result as JSON
+//!   in a message that expects the first one. The messages by hand have no retention.
 //! - *Replay*, by hand: a direct read of the bare result.
 //! - *In progress*, by hand: a message that is refused, and a direct read.
 //!
-//! Server and client share the machine. The server writes to its file without waiting for the disk (`sync_interval`), as
-//! is its default.
+//! Server and client share the machine. The server writes to its file without waiting for the disk (`sync_interval`),
+//! as is its default.
 
 use idem_benches::by_hand::nats::ByHand;
 use idem_benches::by_hand::{new_orders, share};

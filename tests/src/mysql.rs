@@ -94,8 +94,9 @@ fn template() -> &'static Path {
             make
         };
         make.args([&*data, log_size(), "--innodb-buffer-pool-size=32M"]);
-        let made = make.output().unwrap_or_else(|error| panic!("no server can be set up: {error}; run ./scripts/test"));
-        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        let output =
+            make.output().unwrap_or_else(|error| panic!("no server can be set up: {error}; run ./scripts/test"));
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         folder.join("data")
     })
 }

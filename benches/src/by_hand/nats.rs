@@ -1,6 +1,8 @@
 //! The protocol by hand on JetStream: two publications that name the sequence number of the last message, and a direct
 //! read.
 
+use std::sync::Arc;
+
 use async_nats::jetstream::stream::{Config, DiscardPolicy, Stream};
 use async_nats::jetstream::{self, Context};
 use async_nats::{HeaderMap, HeaderValue};
@@ -12,8 +14,8 @@ use crate::Receipt;
 /// A stream of its own, with the settings of the library's stream.
 #[derive(Clone)]
 pub struct ByHand {
-    context: Context,
-    stream: Stream,
+    context: Arc<Context>,
+    stream: Arc<Stream>,
 }
 
 impl ByHand {
@@ -28,7 +30,7 @@ impl ByHand {
             allow_direct: true,
             ..Config::default()
         });
-        Self { stream: stream.await.expect("makes the stream"), context }
+        Self { stream: Arc::new(stream.await.expect("makes the stream")), context: Arc::new(context) }
     }
 
     /// Publishes `body` in place of message number `expected`; `None` if another message is the last.

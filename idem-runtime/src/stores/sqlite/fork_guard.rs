@@ -4,7 +4,7 @@
 //! inherits the list and the connections, but not the locks. A new connection of the child would rely on locks that the
 //! child does not hold: another process could then take itself for the last user of the file, and remove the WAL with
 //! the child's commits. So a child closes its inherited connections before it opens a connection. Closing is safe if no
-//! thread was using the inherited connection at the fork. The lock of the [`Link`] shows whether a thread was using the
+//! thread was using the inherited connection at the fork. The lock of the [`ConnectionSlot`] shows whether a thread was using the
 //! connection: each thread holds that lock while it is inside SQLite.
 
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
@@ -17,9 +17,9 @@ use super::file::{FileConnection, Files, abandon};
 use crate::store::StoreError;
 use crate::sync::{PerProcess, Process, lock};
 
-/// The links of all connections in the memory of this process, including inherited connections.
-static LINKS: Mutex<Vec<Weak<Link>>> = Mutex::new(Vec::new());
-/// Lock that a thread holds while it closes a connection, until the link has cleared its `files`.
+/// The slots of all connections in the memory of this process, including inherited connections.
+static SLOTS: Mutex<Vec<Weak<ConnectionSlot>>> = Mutex::new(Vec::new());
+/// Lock that a thread holds while it closes a connection, until the slot has cleared its `files`.
 static CLOSING: PerProcess<Mutex<()>> = PerProcess::empty();
 /// Number of tries to lock the list, with a [`PAUSE`] in between. A thread of this process holds that lock only
 /// briefly; a lock that a thread of the parent held at the fork is never released.
@@ -27,14 +27,14 @@ const LOOKS: u32 = 100;
 const PAUSE: Duration = Duration::from_millis(1);
 
 /// A connection, which one thread uses at a time.
-pub(super) struct Link {
+pub(super) struct ConnectionSlot {
     process: Process,
     connected: Mutex<Option<FileConnection>>,
     /// Files of the connection. A thread that holds this lock neither takes another lock nor calls SQLite.
     files: Mutex<Option<Files>>,
 }
 
-impl Link {
+impl ConnectionSlot {
     pub(super) fn new() -> Arc<Self> {
         Arc::new(Self { process: Process::this(), connected: Mutex::default(), files: Mutex::default() })
     }
@@ -54,7 +54,7 @@ impl Link {
         }
     }
 
-    /// Opens the connection of this link, unless it is open.
+    /// Opens the connection of this slot, unless it is open.
     ///
     /// # Errors
     /// The errors of `connect`; [`StoreErrorKind::Misconfigured`](crate::StoreErrorKind) if this process has inherited
@@ -91,20 +91,20 @@ impl Link {
         Ok(())
     }
 
-    /// Adds this link to the list. Returns the other links of this process.
+    /// Adds this slot to the list. Returns the other slots of this process.
     fn enlist(self: &Arc<Self>) -> Result<Vec<Arc<Self>>, StoreError> {
-        let mut links = list()?;
-        let mut others: Vec<_> = links.iter().filter_map(Weak::upgrade).filter(|it| !Arc::ptr_eq(it, self)).collect();
-        let inherited: Vec<_> = others.extract_if(.., |link| !link.process.is_this()).collect();
+        let mut slots = list()?;
+        let mut others: Vec<_> = slots.iter().filter_map(Weak::upgrade).filter(|it| !Arc::ptr_eq(it, self)).collect();
+        let inherited: Vec<_> = others.extract_if(.., |slot| !slot.process.is_this()).collect();
         // All inherited connections are checked before the first one is closed: a thread of the parent that was inside
         // SQLite at the fork may have held a lock that closing needs.
-        let unused = inherited.iter().map(|link| link.try_lock().ok_or_else(forked_at_work));
+        let unused = inherited.iter().map(|slot| slot.try_lock().ok_or_else(forked_at_work));
         for connected in unused.collect::<Result<Vec<_>, _>>()? {
             let_go(connected)?;
         }
-        links.retain(|other| other.strong_count() > 0);
-        if !links.iter().any(|other| Weak::as_ptr(other) == Arc::as_ptr(self)) {
-            links.push(Arc::downgrade(self));
+        slots.retain(|other| other.strong_count() > 0);
+        if !slots.iter().any(|other| Weak::as_ptr(other) == Arc::as_ptr(self)) {
+            slots.push(Arc::downgrade(self));
         }
         Ok(others)
     }
@@ -112,7 +112,7 @@ impl Link {
     /// Closes a connection whose files were removed or replaced. A thread that is using the connection notices the
     /// change itself.
     fn close_if_outdated(&self) {
-        // Most links are connections to files that are still in place. The locks of such connections are not taken: a
+        // Most slots are connections to files that are still in place. The locks of such connections are not taken: a
         // lone caller that found its connection locked would have to use the reader thread.
         let files = lock(&self.files).clone();
         if files.is_none_or(|files| files.check().is_ok()) {
@@ -158,11 +158,11 @@ fn let_go(mut connected: MutexGuard<'_, Option<FileConnection>>) -> Result<(), S
     })
 }
 
-fn list() -> Result<MutexGuard<'static, Vec<Weak<Link>>>, StoreError> {
+fn list() -> Result<MutexGuard<'static, Vec<Weak<ConnectionSlot>>>, StoreError> {
     for _ in 0..LOOKS {
-        match LINKS.try_lock() {
-            Ok(links) => return Ok(links),
-            Err(TryLockError::Poisoned(links)) => return Ok(links.into_inner()),
+        match SLOTS.try_lock() {
+            Ok(slots) => return Ok(slots),
+            Err(TryLockError::Poisoned(slots)) => return Ok(slots.into_inner()),
             Err(TryLockError::WouldBlock) => std::thread::park_timeout(PAUSE),
         }
     }

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use super::failure::breaks_connection;
 use super::file::{Database, FileConnection};
-use super::fork_guard::Link;
+use super::fork_guard::ConnectionSlot;
 use super::sql::{Table, Trouble};
 use crate::clock::{Instant, wall_millis};
 use crate::record::{Reservation, ReserveRequest};
@@ -36,7 +36,7 @@ const ALONE: Duration = Duration::from_micros(500);
 const NOT_OPENED: Duration = Duration::from_millis(55);
 
 pub(super) struct InlineReader {
-    link: Arc<Link>,
+    link: Arc<ConnectionSlot>,
     /// True if the connection is open, and no read has found it unusable.
     usable: AtomicBool,
     /// Number of reservations that the reader thread has not answered yet.
@@ -55,7 +55,12 @@ impl Drop for ReaderTurn<'_> {
 
 impl InlineReader {
     pub(super) fn new() -> Self {
-        Self { link: Link::new(), usable: AtomicBool::new(false), others: AtomicUsize::new(0), pace: Mutex::default() }
+        Self {
+            link: ConnectionSlot::new(),
+            usable: AtomicBool::new(false),
+            others: AtomicUsize::new(0),
+            pace: Mutex::default(),
+        }
     }
 
     /// Counts a reservation that is passed to the reader thread.

@@ -35,7 +35,7 @@ use self::session::Session;
 use self::state::{HandleState, LockWaitMark, SPARED};
 use super::failure::{busy, not_written, same, unavailable};
 use super::file::{Database, FileConnection};
-use super::fork_guard::Link;
+use super::fork_guard::ConnectionSlot;
 use super::inline_read::InlineReader;
 use super::settings::Synchronous;
 use crate::combine::race;
@@ -253,9 +253,9 @@ impl Core {
     /// Runs the writer. If `opened` is given, first opens or creates the file, and sends the result to `opened`.
     fn write(self: &Arc<Self>, opened: Option<oneshot::Sender<Result<(), StoreError>>>) {
         let _ending = QueueCloser(&self.writes);
-        let link = Link::new();
+        let slot = ConnectionSlot::new();
         if let Some(opened) = opened {
-            let created = link.open(|| self.state.database.create());
+            let created = slot.open(|| self.state.database.create());
             let is_store = created.is_ok();
             if opened.send(created).is_err() || !is_store {
                 // The caller is gone, or the file can't be opened.
@@ -268,7 +268,7 @@ impl Core {
             // A commit that does not wait for the disk is cheap, so the writer does not wait for more operations.
             let waits = self.state.database.settings.synchronous == Synchronous::Full;
             while !batch.is_empty() {
-                self.on(&link, Database::reconnect, &mut batch, |session, batch| {
+                self.on(&slot, Database::reconnect, &mut batch, |session, batch| {
                     while session.write(batch, waits.then_some(&company)) {
                         if waits {
                             company.were_answered(session.done());
@@ -286,13 +286,13 @@ impl Core {
                 });
             }
         }
-        link.close();
+        slot.close();
     }
 
     /// Runs the reader.
     fn read(self: &Arc<Self>) {
         let _ending = QueueCloser(&self.reads);
-        let link = Link::new();
+        let slot = ConnectionSlot::new();
         let mut batch = Vec::with_capacity(BATCH);
         let mut version = None;
         while self.reads.take(&mut batch, self.poll()) {
@@ -305,7 +305,7 @@ impl Core {
                 let read = |session: &mut Session<'_>, batch: &mut Vec<Op>| {
                     session.read(batch, &mut version, |op| self.hand_on(op))
                 };
-                if !self.on(&link, Database::reconnect, &mut batch, read) {
+                if !self.on(&slot, Database::reconnect, &mut batch, read) {
                     version = None;
                     // The woken duplicates ask the store again, and get the error.
                     self.state.waiting.wake_all();
@@ -316,13 +316,13 @@ impl Core {
             }
         }
         self.inline.close();
-        link.close();
+        slot.close();
     }
 
     /// Runs the upkeep thread.
     fn keep_up(self: &Arc<Self>) {
         let _ending = QueueCloser(&self.upkeep);
-        let link = Link::new();
+        let slot = ConnectionSlot::new();
         let mut batch = Vec::with_capacity(BATCH);
         while self.upkeep.take(&mut batch, None) {
             let (mut waits, mut pause) = (None, FIRST_PAUSE);
@@ -332,7 +332,7 @@ impl Core {
                 waits.get_or_insert_with(|| LockWaitMark::upkeep(&self.state));
                 let connect = Database::reconnect_for_upkeep;
                 let keep_up = |session: &mut Session<'_>, batch: &mut Vec<Op>| session.keep_up(batch);
-                self.on(&link, connect, &mut batch, keep_up);
+                self.on(&slot, connect, &mut batch, keep_up);
                 if batch.is_empty() && self.upkeep.len() == 0 {
                     break;
                 }
@@ -340,7 +340,7 @@ impl Core {
                     (waits, pause) = (None, FIRST_PAUSE);
                     // Copies the pages of this transaction from the WAL into the file now: otherwise the next writer
                     // would have to copy them.
-                    self.on(&link, connect, &mut Vec::new(), |session, _| session.checkpoint());
+                    self.on(&slot, connect, &mut Vec::new(), |session, _| session.checkpoint());
                     self.let_others_write();
                 } else {
                     // Another connection holds the lock, so the thread pauses before its next try.
@@ -351,7 +351,7 @@ impl Core {
                 self.give_up(&mut batch);
             }
         }
-        link.close();
+        slot.close();
     }
 
     /// Leaves the lock free for [`TURN`], so that waiting connections can take it. If the writer of this handle waits,
@@ -374,26 +374,26 @@ impl Core {
         }
     }
 
-    /// Runs `work` on the batch and the connection of `link`. Opens the connection if `link` has none, and closes a
+    /// Runs `work` on the batch and the connection of `slot`. Opens the connection if `slot` has none, and closes a
     /// connection that `work` finds unusable. Returns whether the connection is usable.
     fn on(
         self: &Arc<Self>,
-        link: &Arc<Link>,
+        slot: &Arc<ConnectionSlot>,
         connect: fn(&Database) -> Result<FileConnection, StoreError>,
         batch: &mut Vec<Op>,
         work: impl FnOnce(&mut Session<'_>, &mut Vec<Op>) -> bool,
     ) -> bool {
-        if let Err(error) = link.open(|| connect(&self.state.database)) {
+        if let Err(error) = slot.open(|| connect(&self.state.database)) {
             batch.drain(..).for_each(|op| op.answer(Err(same(&error))));
             return false;
         }
         let mut told = Vec::with_capacity(batch.len());
-        let slot = link.lock();
+        let held = slot.lock();
         let healthy =
-            slot.as_ref().is_some_and(|connected| work(&mut Session::new(&self.state, connected, &mut told), batch));
-        drop(slot);
+            held.as_ref().is_some_and(|connected| work(&mut Session::new(&self.state, connected, &mut told), batch));
+        drop(held);
         if !healthy {
-            link.close();
+            slot.close();
         }
         for (reply, answer) in told {
             reply.send(answer);
