@@ -639,7 +639,7 @@ async fn a_server_that_prepares_no_statement_serves_all_calls() {
 
 #[tokio::test]
 async fn a_server_without_room_for_temporary_tables_serves_all_calls() {
-    let server = MySqlServer::start();
+    let server = MySqlServer::start_with(&["--innodb-flush-log-at-trx-commit=2"]);
     let mut raw = server.raw().await;
     let store = connect(&server.url()).await;
     let leases = join_all((0..200).map(async |n| reserved(&store, &format!("before{n}")).await)).await;
@@ -691,8 +691,9 @@ async fn defaults_of_sessions_neither_lose_leases_nor_stop_writes() {
 
 #[tokio::test]
 async fn large_values_are_written_alone_by_every_handle() {
-    let (url, table) = shared_table();
-    let store = options().table(&table).pool_size(1).connect(&url).await.unwrap();
+    let server = MySqlServer::start_with(&["--innodb-flush-log-at-trx-commit=2"]);
+    let store = options().pool_size(1).connect(&server.url()).await.unwrap();
+    let mut counter = Counter::new(&server).await;
     for (of, store) in [store.handle(), store.upkeep()].into_iter().enumerate() {
         let leases = join_all((0..12).map(async |n| {
             let owner = store.context().new_owner();
@@ -700,12 +701,14 @@ async fn large_values_are_written_alone_by_every_handle() {
             lease_of(store.reserve(&asked).await)
         }))
         .await;
+        counter.count().await;
         let ends = join_all(leases.iter().enumerate().map(|(n, lease)| {
             let result = Finish::Completed(stored(vec![b'x'; 65_000 + 200 * n]));
             let store = &store;
             async move { store.finish(lease, &result).await }
         }))
         .await;
+        assert_eq!(counter.count().await, 12);
         for (n, end) in ends.into_iter().enumerate() {
             assert_eq!(end.unwrap(), Verdict::Applied);
             let found = store.inspect(&leases[n].key).await.unwrap().expect("a record");

@@ -81,11 +81,13 @@ fn after_write(error: StoreError) -> StoreError {
 ///   Keys and all other texts are binary, because the servers compare other texts without regard to case.
 /// - *Clock*: the server's clock, in UTC. A step of that clock, or a failover to a server whose clock differs, shifts
 ///   leases and retentions.
-/// - *Durability*: the server's settings decide. With `innodb_flush_log_at_trx_commit = 1` (the server's default), a
-///   crash loses no acknowledged write; otherwise [`connect`](MySqlStore::connect) logs a warning. A failover to a
-///   replica forgets the writes that had not reached the replica; semi-synchronous replication limits this loss.
+/// - *Durability*: the server's settings decide. With `innodb_flush_log_at_trx_commit = 1` (the server's default), and
+///   with `sync_binlog = 1` if there is a binary log (the default of MySQL, not of MariaDB), a crash loses no
+///   acknowledged write; otherwise [`connect`](MySqlStore::connect) logs a warning. A failover to a replica forgets the writes that had not reached the replica; semi-synchronous replication limits this loss.
 /// - *Limits*: keys up to [`Key::MAX_BYTES`]; results up to `max_result_bytes`, and never more than the server's
 ///   `max_allowed_packet` less 16 KiB. A server that writes a log of changes needs `binlog_format` `ROW` or `MIXED`.
+///   All connections have to reach one primary: neither a proxy that splits reads from writes, nor a cluster with
+///   several servers that write.
 ///   Only [`purge`](Store::purge) and [`purge_every`](MySqlOptions::purge_every) delete the rows of expired records.
 /// - *Cost*: two statements for a first run; one for a replay or a running attempt on MariaDB, and on MySQL once most
 ///   calls are replays (two before). Statements of concurrent tasks are sent together and share one commit. A lone
@@ -115,7 +117,8 @@ impl MySqlStore {
     ///
     /// # Errors
     /// [`StoreErrorKind::Misconfigured`] for an invalid URL, a refused login, a server that is too old or another
-    /// product, a replica, a binary log of statements, or a table that is missing or of another version;
+    /// product, a server that only reads or shows a source, a cluster with several servers that write, a binary log of
+    /// statements, or a table that is missing or of another version;
     /// [`StoreErrorKind::Unavailable`] if no server answers.
     pub async fn connect(url: &str) -> Result<Self, StoreError> {
         Self::options().connect(url).await
