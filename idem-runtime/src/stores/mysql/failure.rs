@@ -234,3 +234,42 @@ fn driver_text(error: &Error) -> String {
 pub(super) fn misconfigured(message: String) -> StoreError {
     StoreError::new(StoreErrorKind::Misconfigured, message)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(code: u16, message: &str) -> OpFailure {
+        OpFailure::refused(&ServerError { code, message: message.to_owned(), state: "HY000".to_owned() })
+    }
+
+    #[test]
+    fn only_errors_before_the_commit_state_that_nothing_was_written() {
+        // 1026: the binary log can't be written. 1030: the engine of the records fails.
+        for code in [1026, 1030, 1053, 65_000] {
+            let failure = refused(code, "Got error 28 from storage engine InnoDB");
+            assert_eq!(failure.kind, StoreErrorKind::Unconfirmed, "{code}");
+            assert!(!failure.blames_one && !failure.lacks_room, "{code}");
+        }
+        for code in [1412, 1615, 4031, 1205, 1213, 1461] {
+            assert_eq!(refused(code, "").kind, StoreErrorKind::Unavailable, "{code}");
+        }
+        for code in [1820, 1862, 3159] {
+            assert_eq!(refused(code, "").kind, StoreErrorKind::Misconfigured, "{code}");
+        }
+    }
+
+    #[test]
+    fn without_room_for_a_temporary_table_each_operation_is_sent_alone() {
+        for failure in [
+            refused(1021, "Disk full (/tmp/#sql-temptable.MAI)"),
+            refused(1114, "The table '(temporary)' is full"),
+            refused(1030, "Got error 28 \"No space left on device\" from storage engine Aria"),
+        ] {
+            assert_eq!(failure.kind, StoreErrorKind::Full);
+            assert!(failure.lacks_room && failure.blames_one);
+            // A renewal may be repeated even if an earlier statement has renewed some of the leases.
+            assert!(failure.after_writes().lacks_room);
+        }
+    }
+}
