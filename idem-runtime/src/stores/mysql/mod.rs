@@ -87,8 +87,8 @@ fn after_write(error: StoreError) -> StoreError {
 /// - *Limits*: keys up to [`Key::MAX_BYTES`]; results up to `max_result_bytes`, and never more than the server's
 ///   `max_allowed_packet` less 16 KiB. A server that writes a log of changes needs `binlog_format` `ROW` or `MIXED`.
 ///   All connections have to reach one primary: neither a proxy that splits reads from writes, nor a cluster with
-///   several servers that write.
-///   Only [`purge`](Store::purge) and [`purge_every`](MySqlOptions::purge_every) delete the rows of expired records.
+///   several servers that write. Only [`purge`](Store::purge) and [`purge_every`](MySqlOptions::purge_every) delete the
+///   rows of expired records.
 /// - *Cost*: two statements for a first run; one for a replay or a running attempt on MariaDB, and on MySQL once most
 ///   calls are replays (two before). Statements of concurrent tasks are sent together and share one commit. A lone
 ///   statement never waits for others, and a result or a journal of steps over 8 KB has its own statement. A heartbeat
