@@ -83,7 +83,8 @@ fn after_write(error: StoreError) -> StoreError {
 ///   leases and retentions.
 /// - *Durability*: the server's settings decide. With `innodb_flush_log_at_trx_commit = 1` (the server's default), and
 ///   with `sync_binlog = 1` if there is a binary log (the default of MySQL, not of MariaDB), a crash loses no
-///   acknowledged write; otherwise [`connect`](MySqlStore::connect) logs a warning. A failover to a replica forgets the writes that had not reached the replica; semi-synchronous replication limits this loss.
+///   acknowledged write; otherwise [`connect`](MySqlStore::connect) logs a warning. A failover to a replica forgets the
+///   writes that had not reached the replica; semi-synchronous replication limits this loss.
 /// - *Limits*: keys up to [`Key::MAX_BYTES`]; results up to `max_result_bytes`, and never more than the server's
 ///   `max_allowed_packet` less 16 KiB. A server that writes a log of changes needs `binlog_format` `ROW` or `MIXED`.
 ///   All connections have to reach one primary: neither a proxy that splits reads from writes, nor a cluster with
