@@ -11,10 +11,12 @@ use idem_runtime::key::Fingerprint;
 use idem_runtime::mysql::MySqlOptions;
 use idem_runtime::record::{State, StoredResult, Traceparent};
 use idem_runtime::store::{
-    Decision, DecisionAnswer, Finish, Holder, Lease, OwnerToken, Release, Reservation, Standing, Verdict, renew_all,
+    Decision, DecisionAnswer, Filter, Finish, Holder, Lease, OwnerToken, Release, Reservation, ReserveRequest,
+    Standing, Verdict, renew_all,
 };
 use idem_runtime::{Error, Json, Key, MySqlStore, OnCrash, Operation, Store, StoreError, StoreErrorKind, current};
-use idem_tests::calls::{LEASE, POLICY, TRACEPARENT, call, done, key, request, reserved, stored, wins};
+use idem_tests::calls::{LEASE, POLICY, TRACEPARENT, TTL, call, done, key, lease_of, request, reserved, stored, wins};
+use idem_tests::log::Log;
 use idem_tests::mysql::{MySqlServer, is_mariadb, raw, shared, shared_table, write_nonsense};
 use idem_tests::proxy::{Line, Proxy};
 use idem_tests::server::until;
@@ -540,6 +542,181 @@ async fn a_server_that_logs_statements_is_refused() {
 }
 
 #[tokio::test]
+async fn a_server_with_a_source_is_refused_if_the_login_may_ask() {
+    let server = MySqlServer::start_with(&["--server-id=2"]);
+    let (store, mut raw) = (connect(&server.url()).await, server.raw().await);
+    let change = if is_mariadb() {
+        "CHANGE MASTER TO MASTER_HOST = '127.0.0.1', MASTER_PORT = 1"
+    } else {
+        "CHANGE REPLICATION SOURCE TO SOURCE_HOST = '127.0.0.1', SOURCE_PORT = 1"
+    };
+    raw.query_drop(change).await.unwrap();
+    let error = MySqlStore::connect(&server.url()).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
+    assert!(error.to_string().contains("replica"), "{error}");
+    MySqlStore::options().read_only().connect(&server.url()).await.expect("a replica can be read");
+    store.ping().await.expect("a store that is open is not refused");
+    // A login without the right to ask is not refused.
+    raw.query_drop("CREATE USER worker@'%' IDENTIFIED BY 'pw'").await.unwrap();
+    raw.query_drop("GRANT SELECT, INSERT, UPDATE ON idem.* TO worker@'%'").await.unwrap();
+    MySqlStore::connect(&format!("mysql://worker:pw@127.0.0.1:{}/idem", server.port())).await.unwrap();
+}
+
+#[tokio::test]
+async fn settings_with_which_a_crash_loses_records_are_logged() {
+    for (args, words) in [
+        (&["--innodb-flush-log-at-trx-commit=1", "--skip-log-bin"][..], None),
+        (&["--log-bin=log", "--server-id=1", "--binlog-format=ROW", "--sync-binlog=1"], None),
+        (&["--log-bin=log", "--server-id=1", "--binlog-format=ROW", "--sync-binlog=0"], Some("sync_binlog")),
+        (&["--innodb-flush-log-at-trx-commit=2"], Some("innodb_flush_log_at_trx_commit")),
+    ] {
+        let server = MySqlServer::start_with(args);
+        let log = Log::start();
+        connect(&server.url()).await;
+        let log = log.end();
+        match words {
+            None => assert!(!log.contains("forgets"), "{args:?}: {log}"),
+            Some(words) => assert!(log.contains("forgets") && log.contains(words), "{args:?}: {log}"),
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_wants_encryption_says_so() {
+    let server = MySqlServer::start();
+    server.raw().await.query_drop("SET GLOBAL require_secure_transport = 1").await.unwrap();
+    let error = MySqlStore::connect(&server.url()).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
+    // MariaDB refuses the login without a reason.
+    assert!(is_mariadb() || error.to_string().contains("require_ssl"), "{error}");
+}
+
+#[tokio::test]
+async fn a_store_that_only_reads_needs_no_right_to_write() {
+    let server = MySqlServer::start();
+    let (store, mut raw) = (connect(&server.url()).await, server.raw().await);
+    reserved(&store, "k").await;
+    raw.query_drop("CREATE USER reader@'%' IDENTIFIED BY 'pw'").await.unwrap();
+    raw.query_drop("GRANT SELECT ON idem.idem_records TO reader@'%'").await.unwrap();
+    raw.query_drop("SET GLOBAL read_only = 1").await.unwrap();
+    let url = format!("mysql://reader:pw@127.0.0.1:{}/idem", server.port());
+    let reader = MySqlStore::options().read_only().connect(&url).await.unwrap();
+    reader.ping().await.unwrap();
+    assert!(reader.inspect(&key("k")).await.unwrap().is_some());
+    raw.query_drop("REVOKE SELECT ON idem.idem_records FROM reader@'%'").await.unwrap();
+    assert_eq!(kind(reader.ping().await), StoreErrorKind::Misconfigured);
+}
+
+/// Runs a record through all writes, and many records concurrently.
+async fn runs_everything(store: &MySqlStore, name: &str) {
+    let lease = reserved(store, name).await;
+    assert_eq!(store.begin(&lease).await.unwrap(), Verdict::Applied);
+    assert_eq!(renew_all(store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
+    let runs = AtomicU32::new(0);
+    for round in 0..2 {
+        let names: Vec<_> = (0..40).map(|n| format!("{name}:{n}")).collect();
+        for (answer, outcome) in join_all(names.iter().map(|name| call(store, name, &runs))).await {
+            answer.unwrap();
+            assert_eq!(outcome.replayed(), round > 0);
+        }
+    }
+    for answer in join_all((1..21).map(|n| in_three_steps(store, n))).await {
+        answer.unwrap();
+    }
+    assert_eq!(runs.into_inner(), 40);
+}
+
+#[tokio::test]
+async fn a_server_that_prepares_no_statement_serves_all_calls() {
+    let server = MySqlServer::start();
+    server.raw().await.query_drop("SET GLOBAL max_prepared_stmt_count = 0").await.unwrap();
+    let store = connect(&server.url()).await;
+    runs_everything(&store, "k").await;
+    assert_eq!(store.list(&Filter::default().scan().scope("test")).await.unwrap().records.len(), 61);
+}
+
+#[tokio::test]
+async fn a_server_without_room_for_temporary_tables_serves_all_calls() {
+    let server = MySqlServer::start_with(&["--innodb-flush-log-at-trx-commit=2"]);
+    let mut raw = server.raw().await;
+    let store = connect(&server.url()).await;
+    let leases = join_all((0..200).map(async |n| reserved(&store, &format!("before{n}")).await)).await;
+    assert_eq!(store.release(&leases[7], Release::Returned).await.unwrap(), Verdict::Applied);
+    drop(store);
+    if is_mariadb() {
+        raw.query_drop("SET GLOBAL tmp_disk_table_size = 1024").await.unwrap();
+    } else {
+        raw.query_drop("SET GLOBAL temptable_max_mmap = 0").await.unwrap();
+        raw.query_drop("SET GLOBAL tmp_table_size = 1024").await.unwrap();
+    }
+    let store = connect(&server.url()).await;
+    for store in [store.handle(), store.upkeep()] {
+        let (said, renewed) = answers(&*store, &leases).await;
+        renewed.unwrap();
+        for (n, said) in said.into_iter().enumerate() {
+            assert_eq!(said, Some(if n == 7 { Verdict::Refused } else { Verdict::Applied }), "{n}");
+        }
+    }
+    runs_everything(&store, "k").await;
+}
+
+#[tokio::test]
+async fn defaults_of_sessions_neither_lose_leases_nor_stop_writes() {
+    let server = MySqlServer::start();
+    let (mut raw, mut holder) = (server.raw().await, server.raw().await);
+    MySqlStore::options().ensure_schema().connect(&server.url()).await.unwrap();
+    raw.query_drop("SET GLOBAL sql_select_limit = 1").await.unwrap();
+    let read_only = if is_mariadb() { "tx_read_only" } else { "transaction_read_only" };
+    raw.query_drop(format!("SET GLOBAL {read_only} = 1")).await.unwrap();
+    raw.query_drop("SET GLOBAL sql_safe_updates = 1").await.unwrap();
+    raw.query_drop("SET GLOBAL max_join_size = 1").await.unwrap();
+    if is_mariadb() {
+        raw.query_drop("SET GLOBAL max_statement_time = 0.000001").await.unwrap();
+    }
+    let store = connect(&server.url()).await;
+    let leases = join_all((0..6).map(async |n| reserved(&store, &format!("k{n}")).await)).await;
+    holder.query_drop("BEGIN").await.unwrap();
+    for name in ["k2", "k4"] {
+        let lock = format!("SELECT 1 FROM idem_records WHERE `key` = '1/test/{name}' FOR UPDATE");
+        holder.query_drop(lock).await.unwrap();
+    }
+    let (said, _) = answers(&store, &leases).await;
+    let expected: Vec<_> = (0..6).map(|n| (n != 2 && n != 4).then_some(Verdict::Applied)).collect();
+    assert_eq!(said, expected, "no held lease is refused");
+    holder.query_drop("COMMIT").await.unwrap();
+    runs_everything(&store, "all").await;
+}
+
+#[tokio::test]
+async fn large_values_are_written_alone_by_every_handle() {
+    let server = MySqlServer::start_with(&["--innodb-flush-log-at-trx-commit=2"]);
+    let store = options().pool_size(1).connect(&server.url()).await.unwrap();
+    let mut counter = Counter::new(&server).await;
+    for (of, store) in [store.handle(), store.upkeep()].into_iter().enumerate() {
+        let leases = join_all((0..12).map(async |n| {
+            let owner = store.context().new_owner();
+            let asked = ReserveRequest::new(key(&format!("{of}:{n}")), owner, LEASE, TTL);
+            lease_of(store.reserve(&asked).await)
+        }))
+        .await;
+        counter.count().await;
+        let ends = join_all(leases.iter().enumerate().map(|(n, lease)| {
+            let result = Finish::Completed(stored(vec![b'x'; 65_000 + 200 * n]));
+            let store = &store;
+            async move { store.finish(lease, &result).await }
+        }))
+        .await;
+        assert_eq!(counter.count().await, 12);
+        for (n, end) in ends.into_iter().enumerate() {
+            assert_eq!(end.unwrap(), Verdict::Applied);
+            let found = store.inspect(&leases[n].key).await.unwrap().expect("a record");
+            assert_eq!(found.record.state.result().unwrap().stored_bytes(), 65_000 + 200 * n);
+        }
+    }
+}
+
+#[tokio::test]
 async fn settings_of_the_server_change_neither_times_nor_keys() {
     let server = MySqlServer::start_with(&[
         "--default-time-zone=+09:30",
@@ -566,6 +743,15 @@ async fn lock_row(url: &str, table: &str, name: &str) -> Conn {
     conn.query_drop("BEGIN").await.unwrap();
     conn.query_drop(format!("SELECT 1 FROM {table} WHERE `key` = '1/test/{name}' FOR UPDATE")).await.unwrap();
     conn
+}
+
+/// Returns a statement that makes the record of `name`, which is pending.
+fn insert(name: &str, owner: &str) -> String {
+    format!(
+        "INSERT INTO idem_records (`key`, owner, format, state, attempt, attempts_used, on_crash_fail, lease_ms, ttl_ms, \
+         lapses_at, expires_at, listed_at, first_seen_at, began_at) VALUES ('1/test/{name}', '{owner}', 1, 'pending', 1, 1, \
+         0, 60000, 3600000, {NOW} + 60000000, {NOW} + 3660000000, {NOW} + 3600000000, {NOW}, {NOW})"
+    )
 }
 
 /// Renews `leases`. Returns the answer for each lease (`None` if the store gave no answer) and the result of the call.
@@ -693,7 +879,96 @@ async fn statements_that_deadlock_are_repeated() {
     assert!(runs.into_inner() >= 480);
 }
 
+#[tokio::test]
+async fn inserts_that_deadlock_are_repeated() {
+    let server = MySqlServer::start();
+    let stores = [connect(&server.url()).await, connect(&server.url()).await];
+    let (mut raw, mut holder) = (server.raw().await, server.raw().await);
+    for round in 0..5 {
+        let name = format!("k{round}");
+        holder.query_drop("BEGIN").await.unwrap();
+        holder.query_drop(insert(&name, "0123456789abcdef")).await.unwrap();
+        let reserves = join_all(stores.iter().map(async |store| store.reserve(&request(store, &name)).await));
+        let ends = async {
+            until("both inserts wait", async || {
+                let waiting = "SELECT count(*) FROM information_schema.processlist WHERE command = 'Execute'";
+                raw.query_first::<u64, _>(waiting).await.unwrap() == Some(2)
+            })
+            .await;
+            holder.query_drop("ROLLBACK").await.unwrap();
+        };
+        let (answers, ()) = tokio::join!(reserves, ends);
+        let granted = answers.iter().filter(|it| matches!(it, Ok(Reservation::Granted { .. }))).count();
+        let refused = answers.iter().filter(|it| matches!(it, Ok(Reservation::InProgress { .. }))).count();
+        assert_eq!((granted, refused), (1, 1), "{answers:?}");
+    }
+}
+
+#[tokio::test]
+async fn no_statement_waits_for_a_locked_table_after_its_caller_has_gone() {
+    let (url, table) = shared_table();
+    let store = options().table(&table).connect(&url).await.unwrap();
+    let lease = reserved(&store, "before").await;
+    let mut holder = raw(&url).await;
+    holder.query_drop(format!("LOCK TABLES {table} READ")).await.unwrap();
+    // An error would have to be `Unavailable`: nothing was written.
+    match store.reserve(&request(&store, "k")).await {
+        Ok(Reservation::InProgress { .. }) => {}
+        other => assert_eq!(kind(other), StoreErrorKind::Unavailable),
+    }
+    assert_eq!(kind(store.finish(&lease, &done()).await), StoreErrorKind::Unavailable);
+    let waiting = "SELECT count(*) FROM information_schema.processlist WHERE state LIKE '%metadata lock%'";
+    assert_eq!(holder.query_first::<u64, _>(waiting).await.unwrap(), Some(0));
+    holder.query_drop("UNLOCK TABLES").await.unwrap();
+    assert!(store.inspect(&key("k")).await.unwrap().is_none());
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
+}
+
 // Faults.
+
+#[tokio::test]
+async fn a_repeated_reservation_is_not_in_progress_because_of_its_first_copy() {
+    let (url, table) = shared_table();
+    let proxy = Proxy::to(shared()).await;
+    let options = options().table(&table).response_timeout(Duration::from_millis(1500));
+    let store = options.connect(&url.replace(&shared().to_string(), &proxy.port().to_string())).await.unwrap();
+    // The statement is prepared.
+    reserved(&store, "warm").await;
+    let asked = request(&store, "k").owner(OwnerToken::from_bytes(*b"fedcba9876543210"));
+    proxy.set(Line::LoseRequests);
+    assert_eq!(kind(store.reserve(&asked).await), StoreErrorKind::Unconfirmed);
+    proxy.set(Line::Pass);
+    // The first copy is in the server, and its commit takes long.
+    let mut first = raw(&url).await;
+    first.query_drop("BEGIN").await.unwrap();
+    first.query_drop(insert("k", "fedcba9876543210").replace("idem_records", &table)).await.unwrap();
+    let answer = store.reserve(&asked).await;
+    assert_eq!(kind(answer), StoreErrorKind::Unconfirmed, "the engine repeats the request");
+    let other = store.reserve(&request(&store, "k")).await.unwrap();
+    assert!(matches!(other, Reservation::InProgress { .. }), "another request is told so: {other:?}");
+    first.query_drop("COMMIT").await.unwrap();
+    assert_eq!(wins(&store, &asked).await.attempt, 1);
+}
+
+#[tokio::test]
+async fn one_call_meets_a_dead_route_and_not_each_idle_connection() {
+    let (url, table) = shared_table();
+    let proxy = Proxy::to(shared()).await;
+    let options = options().table(&table).response_timeout(Duration::from_millis(1500));
+    let store = options.connect(&url.replace(&shared().to_string(), &proxy.port().to_string())).await.unwrap();
+    let mut raw = raw(&url).await;
+    let lease = reserved(&store, "warm").await;
+    // Operations on a locked record are sent alone, so that several connections are open at once.
+    let mut holder = lock_row(&url, &table, "warm").await;
+    let waits = join_all((0..4).map(async |_| store.finish(&lease, &done()).await));
+    let inserts = join_all((0..4).map(async |n| store.reserve(&request(&store, &format!("k{n}"))).await));
+    tokio::join!(waits, inserts);
+    holder.query_drop("COMMIT").await.unwrap();
+    let _ = raw.query_first::<u64, _>("SELECT 1").await.unwrap();
+    proxy.set(Line::Stale);
+    assert!(store.inspect(&lease.key).await.is_err(), "the first call finds the route dead");
+    assert!(store.inspect(&lease.key).await.unwrap().is_some(), "the next one opens a new connection");
+}
 
 #[tokio::test]
 async fn a_write_whose_answer_got_lost_is_recognised() {

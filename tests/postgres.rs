@@ -1204,6 +1204,8 @@ async fn a_read_only_server_is_refused_until_it_allows_writes() {
     assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
     assert!(error.to_string().contains("read-only"), "{error}");
     assert_eq!(kind(options().connect(&server.url()).await), StoreErrorKind::Misconfigured);
+    let reader = PostgresStore::options().read_only().connect(&server.url()).await.unwrap();
+    reader.ping().await.expect("a store that only reads can be pinged");
     read_only("off").await;
     loop {
         match store.reserve(&request(&store, "after")).await {

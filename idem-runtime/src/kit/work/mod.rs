@@ -129,6 +129,8 @@ pub(crate) trait Work: Send + Sync + Sized + 'static {
     const LANES: usize;
     /// True if an operation is sent even if its caller is gone.
     const OUTLIVES: bool;
+    /// Size in bytes above which an operation is sent alone, even if large operations take no extra connection.
+    const MOST_SHARED: usize = usize::MAX;
 
     /// Returns the connections over which the operations are sent.
     fn link(&self) -> &Self::Link;
@@ -268,7 +270,8 @@ impl<W: Work> WorkLanesInner<W> {
         if self.was_locked(W::key(operation)) {
             return Some(LoneReason::Locked);
         }
-        (self.work.link().large().is_some() && W::bytes(operation) > LARGE).then_some(LoneReason::Large)
+        let most = if self.work.link().large().is_some() { LARGE.min(W::MOST_SHARED) } else { W::MOST_SHARED };
+        (W::bytes(operation) > most).then_some(LoneReason::Large)
     }
 
     /// Returns whether another session has recently locked the row of `key`.
@@ -296,9 +299,13 @@ impl<W: Work> WorkLanesInner<W> {
     /// Sends an operation alone once a permit is free, unless its caller is gone by then.
     async fn ask_alone(self: Arc<Self>, waiting: QueuedOp<W>, why: LoneReason) {
         let link = self.work.link();
+        let large = "other large values are still on their way";
         let (room, full) = match (why, link.large()) {
-            (LoneReason::Large, Some(large)) => (large, "other large values are still on their way"),
-            _ => (&self.alone, "other operations wait for records that another session has locked"),
+            (LoneReason::Large, Some(room)) => (room, large),
+            (LoneReason::Large, None) => (&self.alone, large),
+            (LoneReason::Locked, _) => {
+                (&self.alone, "other operations wait for records that another session has locked")
+            }
         };
         let room = unless_stuck(&**link.clock(), link.timeout(), || link.moved(), room.acquire());
         let answer = match room.await {

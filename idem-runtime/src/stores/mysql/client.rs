@@ -14,12 +14,13 @@ use mysql_async::{Conn, Opts, Params, Value};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
 use super::failure::OpFailure;
-use super::sql::{Cell, Param, Row, Statement};
+use super::sql::{self, Cell, Param, Row, Statement};
 use crate::clock::{Clock, Instant};
 use crate::combine::race;
 use crate::kit::lookup;
 use crate::kit::metered::Moment;
 use crate::kit::work::{Effect, Link, WorkFailure as _, unless_stuck};
+use crate::store::StoreErrorKind;
 use crate::sync::lock;
 
 /// Time after which an idle connection is tested before its next use: the server or a proxy may have closed it, and the
@@ -125,26 +126,40 @@ impl MySqlPool {
             }
         };
         let mut ready = Ready { database: self, session: None, _room: room, _spare: spare };
-        loop {
-            let Some(mut idle) = lock(&self.idle).pop() else { break };
-            if self.clock.now().saturating_since(idle.used_at) < TESTED_AFTER {
+        let now = self.clock.now();
+        let idle = lock(&self.idle).pop();
+        if let Some(mut idle) = idle {
+            // Half of the time remains for a new connection, so that both together take no longer than one exchange.
+            if now.saturating_since(idle.used_at) < TESTED_AFTER
+                || matches!(race(idle.conn.ping(), self.clock.sleep(self.timeout / 2)).await, Some(Ok(())))
+            {
                 ready.session = Some(idle);
                 return Ok(ready);
             }
-            if let Some(Ok(())) = race(idle.conn.ping(), self.clock.sleep(self.timeout)).await {
-                ready.session = Some(idle);
-                return Ok(ready);
-            }
+            self.close_idle(idle.used_at);
             close(idle);
         }
-        ready.session = Some(self.connect().await?);
+        let left = self.timeout.saturating_sub(self.clock.now().saturating_since(now));
+        ready.session = Some(self.connect(left).await?);
         Ok(ready)
     }
 
-    async fn connect(&self) -> Result<MySqlSession, OpFailure> {
+    /// Closes the idle connections that were not used after `used_at`. They are probably unusable if a connection that
+    /// was used then is unusable.
+    fn close_idle(&self, used_at: Instant) {
+        let mut idle = lock(&self.idle);
+        let all = std::mem::take(&mut *idle).into_iter();
+        let (old, fresh): (Vec<_>, Vec<_>) = all.partition(|it| it.used_at <= used_at);
+        *idle = fresh;
+        drop(idle);
+        old.into_iter().for_each(close);
+    }
+
+    /// Opens a connection within `limit`.
+    async fn connect(&self, limit: Duration) -> Result<MySqlSession, OpFailure> {
         let host = (self.opts.socket().is_none()).then(|| self.opts.ip_or_hostname());
         lookup::check(host.into_iter()).map_err(|error| OpFailure::not_sent(&error.to_string()))?;
-        match race(Box::pin(Conn::new(self.opts.clone())), self.clock.sleep(self.timeout)).await {
+        match race(Box::pin(Conn::new(self.opts.clone())), self.clock.sleep(limit)).await {
             Some(Ok(conn)) => {
                 self.moved.set(self.clock.now());
                 Ok(MySqlSession { conn, prepared: HashMap::new(), used_at: self.clock.now() })
@@ -208,7 +223,15 @@ impl Ready<'_> {
                         session.prepared.insert((statement.place, count), prepared.clone());
                         prepared
                     }
-                    Some(Err(error)) => return Err(self.failed(OpFailure::broken(&error).of(Effect::Reads))),
+                    Some(Err(error)) => {
+                        let failure = OpFailure::broken(&error).of(Effect::Reads);
+                        if failure.is_unprepared {
+                            return self
+                                .unprepared(&sql::inline(&statement.text(count), &params), effect, failure)
+                                .await;
+                        }
+                        return Err(self.failed(failure));
+                    }
                     None => return Err(self.failed(OpFailure::timed_out().of(Effect::Reads))),
                 }
             }
@@ -222,7 +245,37 @@ impl Ready<'_> {
             result.drop_result().await?;
             Ok((rows, affected))
         };
-        match race(exchange, self.database.clock.sleep(limit)).await {
+        let answer = race(exchange, self.database.clock.sleep(limit)).await;
+        self.answered(answer, effect)
+    }
+
+    /// Runs the statement `text`, which contains its values, because the server prepares no further statements, as
+    /// `failure` shows.
+    async fn unprepared(mut self, text: &str, effect: Effect, failure: OpFailure) -> Result<Answer, OpFailure> {
+        let session = self.session.as_mut().expect("there until the end");
+        let limit = effect.limit(self.database.timeout);
+        let exchange = async {
+            let mut result = session.conn.query_iter(text).await?;
+            let rows: Vec<mysql_async::Row> = result.collect().await?;
+            let affected = result.affected_rows();
+            result.drop_result().await?;
+            Ok((rows, affected))
+        };
+        let answer = race(exchange, self.database.clock.sleep(limit)).await;
+        self.answered(answer, effect).map_err(|error| match error.kind {
+            // The text is longer than the values, which may not be too large for a prepared statement.
+            StoreErrorKind::TooLarge => failure,
+            _ => error,
+        })
+    }
+
+    /// Reads the answer to a statement; `None` if there was no answer in time.
+    fn answered(
+        mut self,
+        answer: Option<Result<(Vec<mysql_async::Row>, u64), mysql_async::Error>>,
+        effect: Effect,
+    ) -> Result<Answer, OpFailure> {
+        match answer {
             Some(Ok((rows, affected))) => {
                 self.keep();
                 let rows = rows.into_iter().map(Row::from).collect();
@@ -265,6 +318,10 @@ impl Ready<'_> {
             // The server has probably ended, and with it the connections that are idle.
             let idle = std::mem::take(&mut *lock(&self.database.idle));
             idle.into_iter().for_each(close);
+        } else if failure.is_silent
+            && let Some(session) = &self.session
+        {
+            self.database.close_idle(session.used_at);
         }
         failure
     }

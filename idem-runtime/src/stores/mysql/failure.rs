@@ -26,7 +26,14 @@ pub(super) struct OpFailure {
     pub(super) gives_up: bool,
     /// True if the connection broke: other idle connections to the same server are probably broken, too.
     pub(super) is_broken: bool,
+    /// True if the server did not answer in time.
+    pub(super) is_silent: bool,
     pub(super) is_locked: bool,
+    /// True if the server has no room for the temporary table of a statement about many records. Nothing was written.
+    /// The statement about one record needs no such table.
+    pub(super) lacks_room: bool,
+    /// True if the server prepares no further statement.
+    pub(super) is_unprepared: bool,
     /// True if the record of an insert exists.
     pub(super) is_duplicate: bool,
 }
@@ -40,7 +47,10 @@ impl OpFailure {
             is_deadlock: false,
             gives_up: false,
             is_broken: false,
+            is_silent: false,
             is_locked: false,
+            lacks_room: false,
+            is_unprepared: false,
             is_duplicate: false,
         }
     }
@@ -48,7 +58,7 @@ impl OpFailure {
     /// Returns the failure of an operation that got no answer in time.
     pub(super) fn timed_out() -> Self {
         let failure = Self::new(StoreErrorKind::Unconfirmed, "the server did not answer in time");
-        Self { gives_up: true, ..failure }
+        Self { gives_up: true, is_silent: true, ..failure }
     }
 
     /// Adapts the failure to an operation that writes no result. The parameters of such an operation are never too
@@ -77,7 +87,10 @@ impl OpFailure {
     }
 
     fn refused(error: &ServerError) -> Self {
-        let (kind, advice) = meaning(error.code);
+        // The engines of temporary tables hold no records.
+        let is_temporary = error.code == 1030 && ["Aria", "MyISAM"].iter().any(|engine| error.message.contains(engine));
+        let (kind, advice) = meaning(if is_temporary { 1021 } else { error.code });
+        let lacks_room = is_temporary || matches!(error.code, 1021 | 1114);
         // The texts of these errors quote values.
         let text = if matches!(error.code, 1062 | 1292 | 1366 | 1406 | 3819 | 4025) { "" } else { &*error.message };
         let message = format!("the server refused: {advice} ({}: {text})", error.code);
@@ -85,12 +98,15 @@ impl OpFailure {
         let is_locked = matches!(error.code, 1205 | 3572);
         Self {
             blames_one: is_locked
+                || lacks_room
                 || kind == StoreErrorKind::TooLarge
                 || matches!(error.code, 1048 | 1062 | 1264 | 1292 | 1364 | 1366 | 1406 | 3819 | 4025),
             is_deadlock: matches!(error.code, 1213 | 1020 | 3101),
             gives_up: kind == StoreErrorKind::Unconfirmed
                 || matches!(error.code, 1153 | 1243 | 1290 | 1792 | 1836 | 1927 | 4031),
             is_locked,
+            lacks_room,
+            is_unprepared: error.code == 1461,
             is_duplicate: error.code == 1062,
             ..Self::new(kind, message)
         }
@@ -152,16 +168,19 @@ pub(super) fn meaning(code: u16) -> (StoreErrorKind, &'static str) {
         }
         1049 => (Misconfigured, "there is no such database"),
         1046 => (Misconfigured, "the URL names no database"),
+        1820 | 1862 => (Misconfigured, "the password of the login has expired"),
+        3159 => (Misconfigured, "it takes only encrypted connections; add `?require_ssl=true` to the URL"),
         1290 | 1792 | 1836 => (Unavailable, read_only),
         1665 => (Misconfigured, ROW_FORMAT),
         // Nothing was written. The server may accept the record later, or a smaller one now.
-        1021 | 1026 | 1030 | 1114 => (Full, "its disk or the table is full"),
+        1021 | 1114 => (Full, "its disk or the table is full"),
         1037 | 1038 | 1041 | 1135 => (Full, "it is out of memory"),
         1040 | 1203 | 1226 => (Unavailable, "its limit of connections is reached"),
         1461 => (Unavailable, "its limit of prepared statements is reached; raise `max_prepared_stmt_count`"),
         1205 | 3572 => (Unavailable, "another session has locked the record, or is about to make it"),
         1213 | 1020 | 3101 => (Unavailable, "the statement met another one, and nothing was written"),
         1317 | 1969 | 3024 => (Unavailable, "the statement was cancelled, and nothing was written"),
+        1412 | 1615 | 4031 => (Unavailable, "the table or the session has changed, and nothing was written"),
         1243 => (Unavailable, "a pooler stands between, which does not keep prepared statements"),
         1047 | 1053 | 1077 | 1079 => (Unconfirmed, "it is starting up or shutting down"),
         126 | 127 | 134 | 145 | 1034 | 1194 | 1712 => (Corrupt, "its data is damaged"),
@@ -214,4 +233,43 @@ fn driver_text(error: &Error) -> String {
 
 pub(super) fn misconfigured(message: String) -> StoreError {
     StoreError::new(StoreErrorKind::Misconfigured, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(code: u16, message: &str) -> OpFailure {
+        OpFailure::refused(&ServerError { code, message: message.to_owned(), state: "HY000".to_owned() })
+    }
+
+    #[test]
+    fn only_errors_before_the_commit_state_that_nothing_was_written() {
+        // 1026: the binary log can't be written. 1030: the engine of the records fails.
+        for code in [1026, 1030, 1053, 65_000] {
+            let failure = refused(code, "Got error 28 from storage engine InnoDB");
+            assert_eq!(failure.kind, StoreErrorKind::Unconfirmed, "{code}");
+            assert!(!failure.blames_one && !failure.lacks_room, "{code}");
+        }
+        for code in [1412, 1615, 4031, 1205, 1213, 1461] {
+            assert_eq!(refused(code, "").kind, StoreErrorKind::Unavailable, "{code}");
+        }
+        for code in [1820, 1862, 3159] {
+            assert_eq!(refused(code, "").kind, StoreErrorKind::Misconfigured, "{code}");
+        }
+    }
+
+    #[test]
+    fn without_room_for_a_temporary_table_each_operation_is_sent_alone() {
+        for failure in [
+            refused(1021, "Disk full (/tmp/#sql-temptable.MAI)"),
+            refused(1114, "The table '(temporary)' is full"),
+            refused(1030, "Got error 28 \"No space left on device\" from storage engine Aria"),
+        ] {
+            assert_eq!(failure.kind, StoreErrorKind::Full);
+            assert!(failure.lacks_room && failure.blames_one);
+            // A renewal may be repeated even if an earlier statement has renewed some of the leases.
+            assert!(failure.after_writes().lacks_room);
+        }
+    }
 }

@@ -13,8 +13,9 @@ mod sql;
 mod statement_pool;
 mod wake;
 
+use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use mysql_async::Opts;
@@ -27,7 +28,7 @@ pub use self::options::MySqlOptions;
 use self::sql::{SizeLimit, Statements};
 use self::statement_pool::{ServerTraits, StatementPool};
 use self::wake::Polls;
-use crate::clock::Clock;
+use crate::clock::{Clock, Instant};
 use crate::combine::race;
 use crate::key::Key;
 use crate::kit::held::held_by_another;
@@ -37,13 +38,13 @@ use crate::kit::rows::{AdmissionOutcome, FoundRow, corrupt};
 use crate::kit::waiting::WaiterTable;
 use crate::kit::work::{Effect, WorkLanes};
 use crate::record::{
-    Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, ReadExtent, Record, Release, Reservation,
+    Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, OwnerToken, ReadExtent, Record, Release, Reservation,
     ReserveRequest, Ruling, State, Verdict,
 };
 use crate::store::{
     Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
 };
-use crate::sync::{PerProcess, SharedOnce};
+use crate::sync::{PerProcess, SharedOnce, lock};
 
 /// Largest number of leases that one statement renews. This number limits the time for which the statement locks the
 /// rows of the leases against attempts that finish.
@@ -55,9 +56,22 @@ const PURGED_AT_ONCE: u32 = 500;
 /// Number of connections for renewals and late writes. At least one connection carries renewals only.
 const UPKEEP_CONNECTIONS: usize = 2;
 
+/// Time after which a reservation without an answer is forgotten. The engine repeats a reservation much earlier.
+const DOUBTED: Duration = Duration::from_secs(60);
+
 /// Returns the error for a record that stayed locked, or changed between all [`LOOKS`] reads.
 fn locked_or_changing(kind: StoreErrorKind) -> StoreError {
     looked_in_vain(kind, "stayed locked by another session, or kept changing")
+}
+
+/// Adapts the error of a read that should have shown whether a write took effect.
+fn after_write(error: StoreError) -> StoreError {
+    match error.kind() {
+        StoreErrorKind::Unavailable => {
+            StoreError::new(StoreErrorKind::Unconfirmed, error.to_string()).with_source(error)
+        }
+        _ => error,
+    }
 }
 
 /// A store in a server of MySQL, 8.0 or newer, or of MariaDB, 10.6 or newer.
@@ -67,12 +81,15 @@ fn locked_or_changing(kind: StoreErrorKind) -> StoreError {
 ///   Keys and all other texts are binary, because the servers compare other texts without regard to case.
 /// - *Clock*: the server's clock, in UTC. A step of that clock, or a failover to a server whose clock differs, shifts
 ///   leases and retentions.
-/// - *Durability*: the server's settings decide. With `innodb_flush_log_at_trx_commit = 1` (the server's default), a
-///   crash loses no acknowledged write; otherwise [`connect`](MySqlStore::connect) logs a warning. A failover to a
-///   replica forgets the writes that had not reached the replica; semi-synchronous replication limits this loss.
+/// - *Durability*: the server's settings decide. With `innodb_flush_log_at_trx_commit = 1` (the server's default), and
+///   with `sync_binlog = 1` if there is a binary log (the default of MySQL, not of MariaDB), a crash loses no
+///   acknowledged write; otherwise [`connect`](MySqlStore::connect) logs a warning. A failover to a replica forgets the
+///   writes that had not reached the replica; semi-synchronous replication limits this loss.
 /// - *Limits*: keys up to [`Key::MAX_BYTES`]; results up to `max_result_bytes`, and never more than the server's
 ///   `max_allowed_packet` less 16 KiB. A server that writes a log of changes needs `binlog_format` `ROW` or `MIXED`.
-///   Only [`purge`](Store::purge) and [`purge_every`](MySqlOptions::purge_every) delete the rows of expired records.
+///   All connections have to reach one primary: neither a proxy that splits reads from writes, nor a cluster with
+///   several servers that write. Only [`purge`](Store::purge) and [`purge_every`](MySqlOptions::purge_every) delete the
+///   rows of expired records.
 /// - *Cost*: two statements for a first run; one for a replay or a running attempt on MariaDB, and on MySQL once most
 ///   calls are replays (two before). Statements of concurrent tasks are sent together and share one commit. A lone
 ///   statement never waits for others, and a result or a journal of steps over 8 KB has its own statement. A heartbeat
@@ -101,7 +118,8 @@ impl MySqlStore {
     ///
     /// # Errors
     /// [`StoreErrorKind::Misconfigured`] for an invalid URL, a refused login, a server that is too old or another
-    /// product, a replica, a binary log of statements, or a table that is missing or of another version;
+    /// product, a server that only reads or shows a source, a cluster with several servers that write, a binary log of
+    /// statements, or a table that is missing or of another version;
     /// [`StoreErrorKind::Unavailable`] if no server answers.
     pub async fn connect(url: &str) -> Result<Self, StoreError> {
         Self::options().connect(url).await
@@ -159,6 +177,8 @@ struct MySqlCore {
     opts: Opts,
     traits: Arc<OnceLock<ServerTraits>>,
     waiters: Arc<PerProcess<WaiterTable>>,
+    /// False for a store that was opened for reading only.
+    writes: bool,
     purge_every: Option<Duration>,
 }
 
@@ -170,6 +190,24 @@ struct RuntimeLanes {
     appends: WorkLanes<JournalWrites>,
     ends: WorkLanes<EndWrites>,
     polls: Polls,
+    doubts: Doubts,
+}
+
+/// Owner tokens of reservations whose answer is missing, so that the server may still be writing them.
+#[derive(Default)]
+struct Doubts(Mutex<HashMap<OwnerToken, Instant>>);
+
+impl Doubts {
+    /// Notes a reservation without an answer, and forgets the reservations of [`DOUBTED`] ago.
+    fn note(&self, owner: OwnerToken, now: Instant) {
+        let mut doubts = lock(&self.0);
+        doubts.retain(|_, since| now.saturating_since(*since) < DOUBTED);
+        doubts.insert(owner, now);
+    }
+
+    fn holds(&self, owner: OwnerToken) -> bool {
+        lock(&self.0).contains_key(&owner)
+    }
 }
 
 impl fmt::Debug for MySqlInner {
@@ -196,6 +234,7 @@ impl MySqlCore {
             appends: WorkLanes::new(JournalWrites::new(Arc::clone(&server))),
             ends: WorkLanes::new(EndWrites::new(Arc::clone(&server))),
             polls: Polls::default(),
+            doubts: Doubts::default(),
             server,
         }
     }
@@ -282,13 +321,20 @@ impl MySqlInner {
                 Ok(LookupResult::Unseen) => continue,
                 Ok(LookupResult::LeftOut) => {
                     // Boxed: most calls don't read a record separately, but would carry the size of this future inline.
-                    match Box::pin(self.read(&request.key)).await? {
+                    match Box::pin(self.read(&request.key)).await.map_err(after_write)? {
                         Some(found) => found,
                         None => continue,
                     }
                 }
+                // Nothing was written, so the loop tries again.
+                Err(failure) if failure.is_deadlock => continue,
                 Err(failure) if failure.is_locked => return Box::pin(self.answer_locked(request, failure)).await,
-                Err(failure) => return Err(failure.without_result().into()),
+                Err(failure) => {
+                    if failure.kind == StoreErrorKind::Unconfirmed {
+                        self.lanes()?.doubts.note(request.owner, self.common.clock.now());
+                    }
+                    return Err(failure.without_result().into());
+                }
             };
             let (met, with, takeover) = match found.meet(request) {
                 AdmissionOutcome::Answer(answer) => return Ok(answer),
@@ -302,7 +348,8 @@ impl MySqlInner {
                 Err(failure) => return Err(failure.without_result().into()),
             }
         }
-        Err(locked_or_changing(StoreErrorKind::Unavailable))
+        // Each insert was answered, and its record was gone when it was read.
+        Err(locked_or_changing(StoreErrorKind::Unconfirmed))
     }
 
     /// Answers a request for a key whose record another session has locked. An insert has waited for the lock in vain,
@@ -314,6 +361,12 @@ impl MySqlInner {
                 AdmissionOutcome::Answer(answer) => Ok(answer),
                 AdmissionOutcome::Replace { .. } => Err(failure.without_result().into()),
             },
+            // An earlier copy of this request has made the record, and its commit is still under way. The attempt must
+            // not count as another one: nobody would run its body.
+            None if self.lanes()?.doubts.holds(request.owner) => {
+                let message = "an earlier copy of this reservation is still being written";
+                Err(StoreError::new(StoreErrorKind::Unconfirmed, message))
+            }
             // An open transaction has made the record.
             None => Ok(held_by_another(&request.key, 1)),
         }
@@ -340,7 +393,8 @@ impl MySqlInner {
             if self.lanes()?.ends.call(end).await? {
                 return Ok(Verdict::Applied);
             }
-            let found = Box::pin(self.look(&lease.key)).await?.map(|found| found.record);
+            // A statement that ended only some attempts of a batch answers "not written" for all of them.
+            let found = Box::pin(self.look(&lease.key)).await.map_err(after_write)?.map(|found| found.record);
             match found {
                 // The attempt is still pending: another session had locked the row. The loop tries again.
                 Some(found)
@@ -371,6 +425,7 @@ impl MySqlInner {
         let renewed = match renew().await {
             Err(failure) if failure.is_deadlock => renew().await?,
             Err(failure) if failure.is_locked => return Ok(places.to_vec()),
+            Err(failure) if failure.lacks_room => return self.renew_singly(leases, places, answer).await,
             renewed => renewed?,
         };
         let mut rest = Vec::new();
@@ -385,7 +440,10 @@ impl MySqlInner {
             return Ok(rest);
         }
         let rows: Vec<_> = rest.iter().map(|place| sql::attempt(&leases[*place])).collect();
-        let held = here.server.database.renew(&sql.held_many, &rows, Effect::Reads).await?.rows;
+        let held = match here.server.database.renew(&sql.held_many, &rows, Effect::Reads).await {
+            Err(failure) if failure.lacks_room => return self.renew_singly(leases, &rest, answer).await,
+            held => held?.rows,
+        };
         rest.retain(|place| {
             let is_held = held.iter().any(|row| row.key() == Some(leases[*place].key.as_str().as_bytes()));
             if !is_held {
@@ -394,6 +452,28 @@ impl MySqlInner {
             is_held
         });
         Ok(rest)
+    }
+
+    /// Works like `renew_some`, with a statement for each lease. These statements need no temporary table, for which
+    /// the server may have no room, but wait for locks.
+    async fn renew_singly(
+        &self,
+        leases: &[Lease],
+        places: &[usize],
+        answer: &Answers<'_>,
+    ) -> Result<Vec<usize>, StoreError> {
+        let here = self.here()?;
+        let StatementPool { sql, database, .. } = &*here.server;
+        let mut locked = Vec::new();
+        for place in places {
+            match database.renew(&sql.renew, &[sql::attempt(&leases[*place])], Effect::Writes).await {
+                Ok(renewed) if renewed.affected > 0 => answer(*place, Verdict::Applied),
+                Ok(_) => answer(*place, Verdict::Refused),
+                Err(failure) if failure.is_locked || failure.is_deadlock => locked.push(*place),
+                Err(failure) => return Err(failure.into()),
+            }
+        }
+        Ok(locked)
     }
 
     /// Retries the leases with locked rows a few times: a statement of this library holds a lock only briefly.
@@ -639,7 +719,8 @@ impl Store for MySqlInner {
 
     fn ping(&self) -> StoreFuture<'_, ()> {
         StoreFuture::new(async move {
-            self.here()?.server.ping(&self.common.table, self.common.purge_every.is_some()).await
+            let common = &self.common;
+            self.here()?.server.ping(&common.table, common.writes, common.purge_every.is_some()).await
         })
     }
 }

@@ -13,8 +13,8 @@ use crate::clock::SystemClock;
 use crate::kit::work::Effect;
 use crate::store::{StoreContext, StoreError, StoreErrorKind};
 
-/// Longest time that a statement waits for the lock of a record, in seconds: the shortest that MySQL allows. While a
-/// statement waits, all operations in it wait.
+/// Longest time that a statement waits for the lock of a record or of the whole table, in seconds: the shortest that
+/// MySQL allows. While a statement waits, all operations in it wait.
 const LOCK_TIMEOUT: u32 = 1;
 
 /// Settings of a [`MySqlStore`].
@@ -178,6 +178,7 @@ impl MySqlOptions {
             opts,
             traits: Arc::new(OnceLock::new()),
             waiters: Arc::default(),
+            writes: !self.read_only,
             purge_every: self.purge_every.filter(|_| !self.read_only),
         };
         let inner = MySqlInner::new(Arc::new(core), self.pool_size, false);
@@ -213,9 +214,14 @@ fn session_options(opts: Opts) -> Result<Opts, StoreError> {
     }
     #[cfg(feature = "mysql-tls")]
     let ssl = opts.ssl_opts().cloned().map(trusted).transpose()?;
+    // A user's default for one of the later settings would leave out rows, refuse or cancel statements, or let an
+    // abandoned statement wait in the server until it is run long after its caller has gone. Each server skips the
+    // comment for the other one.
     let settings = format!(
-        "SET SESSION autocommit = 1, sql_mode = 'STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION', \
-         time_zone = '+00:00', innodb_lock_wait_timeout = {LOCK_TIMEOUT}"
+        "SET SESSION autocommit = 1, sql_mode = 'STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION', time_zone = '+00:00', \
+         innodb_lock_wait_timeout = {LOCK_TIMEOUT}, lock_wait_timeout = {LOCK_TIMEOUT}, \
+         sql_select_limit = 18446744073709551615, sql_big_selects = 1, sql_safe_updates = 0 \
+         /*M!100600 , max_statement_time = 0 */ /*!80000 , max_execution_time = 0 */"
     );
     let builder = OptsBuilder::from_opts(opts)
         // A statement that leaves a row as it is has still found the row.
@@ -224,7 +230,7 @@ fn session_options(opts: Opts) -> Result<Opts, StoreError> {
         .stmt_cache_size(0)
         .prefer_socket(false)
         .tcp_keepalive(Some(Duration::from_secs(30)))
-        .setup(vec!["SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED".to_owned(), settings]);
+        .setup(vec!["SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE".to_owned(), settings]);
     #[cfg(feature = "mysql-tls")]
     let builder = builder.ssl_opts(ssl);
     Ok(builder.into())
@@ -258,10 +264,52 @@ impl ServerVariables {
     fn is_on(&self, name: &str) -> bool {
         self.get(name).is_some_and(|value| value.eq_ignore_ascii_case("on") || value == "1")
     }
+
+    /// Returns whether the server accepts writes. `read_only` has more values than on and off on newer servers.
+    fn accepts_writes(&self) -> bool {
+        let is_off = |value: &str| value.is_empty() || value == "0" || value.eq_ignore_ascii_case("off");
+        READ_ONLY.iter().all(|name| self.get(name).is_none_or(is_off))
+    }
+
+    /// Returns the reason why several servers may accept writes of one table, if there is one. Each of these servers
+    /// has its own clock and sees the writes of the others late, so two attempts could hold one key.
+    fn several_writers(&self) -> Option<&'static str> {
+        let nodes = self.get("wsrep_cluster_size").and_then(|nodes| nodes.parse().ok()).unwrap_or(0_u32);
+        if self.is_on("wsrep_on") && nodes > 1 {
+            return Some(
+                "the server is a node of a Galera cluster, in which every node accepts writes; use a server with one \
+                 primary",
+            );
+        }
+        let is_multi = self.get("group_replication_single_primary_mode").is_some()
+            && !self.is_on("group_replication_single_primary_mode");
+        is_multi.then_some("the server is in a replication group with several primaries; use a single primary")
+    }
+
+    /// Returns a warning for each setting with which a crash loses acknowledged records.
+    fn losses(&self) -> Vec<&'static str> {
+        let mut losses = Vec::new();
+        // 3 is a value of MariaDB, which writes more than 1.
+        if self.get("innodb_flush_log_at_trx_commit").is_some_and(|it| !matches!(it, "1" | "3")) {
+            losses.push("`innodb_flush_log_at_trx_commit` is not 1");
+        }
+        // After a crash the server undoes the transactions that its binary log lacks.
+        if self.is_on("log_bin") && self.get("sync_binlog").is_some_and(|it| it != "1") {
+            losses.push("`sync_binlog` is not 1, and the server has a binary log");
+        }
+        if self.get("Innodb_redo_log_enabled").is_some_and(|it| it.eq_ignore_ascii_case("off")) {
+            losses.push("the redo log is off");
+        }
+        losses
+    }
 }
 
 /// Settings that decide whether the server accepts writes.
 const READ_ONLY: [&str; 3] = ["read_only", "super_read_only", "innodb_read_only"];
+/// Settings that the checks read.
+const VARIABLES: &str = "'read_only', 'super_read_only', 'innodb_read_only', 'log_bin', 'binlog_format', \
+    'innodb_flush_log_at_trx_commit', 'sync_binlog', 'max_allowed_packet', 'wsrep_on', \
+    'group_replication_single_primary_mode'";
 
 impl StatementPool {
     /// Checks the version of the server, and with `writes` also the settings that writes depend on.
@@ -278,20 +326,22 @@ impl StatementPool {
         }
         let settings = self.settings().await?;
         if writes {
-            if READ_ONLY.iter().any(|name| settings.is_on(name)) {
+            if !settings.accepts_writes() || self.is_replica().await {
                 return Err(misconfigured(
                     "the server is a replica or allows reading only; connect to the primary".to_owned(),
                 ));
+            }
+            if let Some(why) = settings.several_writers() {
+                return Err(misconfigured(why.to_owned()));
             }
             let logs_statements = settings.get("binlog_format").is_some_and(|it| it.eq_ignore_ascii_case("statement"));
             if settings.is_on("log_bin") && logs_statements {
                 return Err(misconfigured(ROW_FORMAT.to_owned()));
             }
-            let is_durable = settings.get("innodb_flush_log_at_trx_commit").is_none_or(|it| it == "1");
-            if !is_durable {
+            for loss in settings.losses() {
                 tracing::warn!(
-                    "`innodb_flush_log_at_trx_commit` is not 1: a crash of the server forgets records that were \
-                     acknowledged, and a forgotten operation runs again"
+                    "{loss}: a crash of the server forgets records that were acknowledged, and a forgotten operation \
+                     runs again"
                 );
             }
         }
@@ -300,10 +350,18 @@ impl StatementPool {
     }
 
     async fn settings(&self) -> Result<ServerVariables, OpFailure> {
-        let names = "'read_only', 'super_read_only', 'innodb_read_only', 'log_bin', 'binlog_format', \
-                     'innodb_flush_log_at_trx_commit', 'sync_binlog', 'max_allowed_packet'";
-        let text = format!("SHOW GLOBAL VARIABLES WHERE Variable_name IN ({names})");
-        Ok(ServerVariables(self.database.ready().await?.text(&text, Effect::Reads).await?))
+        let text = format!("SHOW GLOBAL VARIABLES WHERE Variable_name IN ({VARIABLES})");
+        let mut rows = self.database.ready().await?.text(&text, Effect::Reads).await?;
+        let text = "SHOW GLOBAL STATUS WHERE Variable_name IN ('wsrep_cluster_size', 'Innodb_redo_log_enabled')";
+        rows.extend(self.database.ready().await?.text(text, Effect::Reads).await?);
+        Ok(ServerVariables(rows))
+    }
+
+    /// Returns whether the server has a source from which it replicates. Most logins may not ask, and some versions
+    /// don't know the statement; the answer is then false.
+    async fn is_replica(&self) -> bool {
+        let Ok(ready) = self.database.ready().await else { return false };
+        ready.text("SHOW REPLICA STATUS", Effect::Reads).await.is_ok_and(|rows| !rows.is_empty())
     }
 
     /// Returns whether the table exists. A table of another version, or of another application, is an error.
@@ -353,14 +411,19 @@ impl StatementPool {
         Ok(())
     }
 
-    /// Checks that the store can serve calls.
-    pub(super) async fn ping(&self, table: &str, deletes: bool) -> Result<(), StoreError> {
-        let settings = self.settings().await?;
-        if READ_ONLY.iter().any(|name| settings.is_on(name)) {
-            let message = "the server allows only reading: it is a replica, or `read_only` is on";
-            return Err(StoreError::new(StoreErrorKind::Unavailable, message));
+    /// Checks that the store can serve calls; without `writes`, that it can read.
+    pub(super) async fn ping(&self, table: &str, writes: bool, deletes: bool) -> Result<(), StoreError> {
+        if writes {
+            let settings = self.settings().await?;
+            if !settings.accepts_writes() {
+                let message = "the server allows only reading: it is a replica, or `read_only` is on";
+                return Err(StoreError::new(StoreErrorKind::Unavailable, message));
+            }
+            if let Some(why) = settings.several_writers() {
+                return Err(misconfigured(why.to_owned()));
+            }
         }
-        self.check_rights(table, true, deletes).await
+        self.check_rights(table, writes, deletes).await
     }
 }
 
@@ -368,4 +431,52 @@ impl StatementPool {
 /// after the version.
 fn is_ours(comment: &str) -> bool {
     comment.strip_prefix(sql::TABLE_VERSION).is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::stores::mysql::sql::Cell;
+
+    fn variables(of: &[(&str, &str)]) -> ServerVariables {
+        let cell = |text: &str| Cell::Bytes(text.as_bytes().to_vec().into());
+        ServerVariables(of.iter().map(|(name, value)| Row(vec![cell(name), cell(value)])).collect())
+    }
+
+    #[test]
+    fn every_value_of_read_only_but_off_refuses_writes() {
+        for off in ["OFF", "off", "0"] {
+            assert!(variables(&[("read_only", off)]).accepts_writes(), "{off}");
+        }
+        for on in ["ON", "1", "NO_LOCK", "NO_LOCK_NO_ADMIN"] {
+            assert!(!variables(&[("read_only", on)]).accepts_writes(), "{on}");
+        }
+    }
+
+    #[test]
+    fn servers_with_several_writers_are_recognised() {
+        let galera = |size| variables(&[("wsrep_on", "ON"), ("wsrep_cluster_size", size)]).several_writers();
+        assert!(galera("3").is_some());
+        assert!(galera("1").is_none() && galera("0").is_none());
+        assert!(variables(&[("wsrep_on", "OFF"), ("wsrep_cluster_size", "3")]).several_writers().is_none());
+        let group = |mode| variables(&[("group_replication_single_primary_mode", mode)]).several_writers();
+        assert!(group("OFF").is_some() && group("ON").is_none());
+        assert!(variables(&[]).several_writers().is_none());
+    }
+
+    #[test]
+    fn settings_that_lose_acknowledged_records_are_named() {
+        let flush = "innodb_flush_log_at_trx_commit";
+        let losses = |of: &[(&str, &str)]| variables(of).losses().len();
+        assert_eq!([losses(&[(flush, "1")]), losses(&[(flush, "3")])], [0, 0]);
+        assert_eq!([losses(&[(flush, "0")]), losses(&[(flush, "2")])], [1, 1]);
+        assert_eq!(losses(&[("log_bin", "ON"), ("sync_binlog", "0")]), 1);
+        assert_eq!(losses(&[("log_bin", "ON"), ("sync_binlog", "100")]), 1);
+        assert_eq!(losses(&[("log_bin", "ON"), ("sync_binlog", "1")]), 0);
+        assert_eq!(losses(&[("log_bin", "OFF"), ("sync_binlog", "0")]), 0);
+        assert_eq!(
+            [losses(&[("Innodb_redo_log_enabled", "OFF")]), losses(&[("Innodb_redo_log_enabled", "ON")])],
+            [1, 0]
+        );
+    }
 }

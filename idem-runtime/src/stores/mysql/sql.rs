@@ -38,6 +38,9 @@ const OTHER_COLUMNS: usize = 16 * 1024;
 /// Size of a result or of a journal, in bytes, above which a statement that reads many records leaves it out, to limit
 /// the size of its answer. A separate statement then reads each such record.
 pub(super) const IN_A_BATCH: usize = 4096;
+/// Size of a result or of a journal, in bytes, above which it has a statement of its own: MySQL gives such a column of
+/// a derived table 65 535 bytes.
+pub(super) const MOST_SHARED: usize = 60_000;
 /// Largest number of rows that one page of a list reads.
 const LOOKED_AT: usize = 2000;
 const VERSION: i64 = Parts::VERSION;
@@ -368,6 +371,25 @@ impl Statement {
     }
 }
 
+/// Returns the `text` of a statement with its values in place of each `?`. No text of a statement has a `?` elsewhere.
+pub(super) fn inline(text: &str, params: &[Param]) -> String {
+    let mut parts = text.split('?');
+    let mut inlined = parts.next().unwrap_or_default().to_owned();
+    for (param, part) in params.iter().zip(parts) {
+        match param {
+            Param::Null => inlined += "NULL",
+            Param::Int(number) => inlined += &number.to_string(),
+            Param::Bytes(bytes) => {
+                inlined += "x'";
+                inlined.extend(digits(bytes).map(char::from));
+                inlined += "'";
+            }
+        }
+        inlined += part;
+    }
+    inlined
+}
+
 /// Kind of a parameter. Each is converted, so that the server neither guesses its type nor reads bytes as a text.
 #[derive(Clone, Copy)]
 enum Kind {
@@ -507,6 +529,8 @@ pub(super) struct Statements {
     /// Ends an attempt. A release keeps the journal, a result replaces it. Parameters: [`END`].
     pub(super) end: Statement,
     pub(super) end_many: Statement,
+    /// Renews a lease if the server has no room for `renew_many`. Parameters: [`ATTEMPT`].
+    pub(super) renew: Statement,
     /// Renews leases. Skips locked rows even if there is only one. Parameters: [`ATTEMPT`].
     pub(super) renew_many: Statement,
     /// Renews a lease, and notes that the body of the attempt begins. Parameters: [`ATTEMPT`].
@@ -686,7 +710,7 @@ impl Statements {
              r.`expires_at` = greatest(r.`expires_at`, {NOW} + (r.`lease_ms` + r.`ttl_ms`) * 1000)"
         );
         let held = format!("r.`owner` = {{owner}} AND r.`attempt` = {{attempt}} AND r.`state` = 'pending' AND {there}");
-        let (_, renew_many) = texts.update(&renewal, &held, ATTEMPT);
+        let (renew, renew_many) = texts.update(&renewal, &held, ATTEMPT);
         // The condition reads the lease before the assignments change it. The statement marks a record only while its
         // lease is live, or again if the record is already marked: a late request must not mark a record.
         let (begin, begin_many) = texts.update(
@@ -763,6 +787,7 @@ impl Statements {
             replace,
             end,
             end_many,
+            renew,
             renew_many,
             begin,
             begin_many,
@@ -812,9 +837,14 @@ const STORED_COLUMNS: Shape = &[
 
 /// Returns bytes as hexadecimal digits, for a parameter of the kind [`Kind::Hex`].
 fn hex(bytes: &[u8]) -> Param {
+    Param::Bytes(digits(bytes).collect())
+}
+
+/// Returns the hexadecimal digits of bytes.
+fn digits(bytes: &[u8]) -> impl Iterator<Item = u8> {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
     let digit = |half: u8| DIGITS[usize::from(half)];
-    Param::Bytes(bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect())
+    bytes.iter().flat_map(move |byte| [digit(byte >> 4), digit(byte & 15)])
 }
 
 /// Returns the parameters of a reservation.

@@ -208,6 +208,8 @@ struct PostgresCore {
     calls: ConnectionSource,
     upkeep: ConnectionSource,
     listener: Option<Listener>,
+    /// False for a store that was opened for reading only.
+    writes: bool,
     purge_every: Option<Duration>,
     /// The `listed_at` at which the next purge begins: the latest `listed_at` that the previous purge read, or the
     /// earliest time if the previous purge reached the end of the index.
@@ -691,6 +693,9 @@ impl Store for PostgresInner {
         StoreFuture::new(async move {
             let here = self.here()?;
             let rows = here.server.rows(&here.server.sql.ping, &[], Effect::Reads).await?;
+            if !self.common.writes {
+                return Ok(());
+            }
             let row = rows.first();
             let mut lacks: Vec<String> = row.and_then(|row| row.try_get(1).ok()).unwrap_or_default();
             // Only the background purge needs the right to `DELETE`: calls delete no rows.

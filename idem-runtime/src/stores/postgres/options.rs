@@ -285,6 +285,7 @@ impl PostgresOptions {
             calls,
             upkeep,
             listener,
+            writes: !self.read_only,
             purge_every: self.purge_every.filter(|_| !self.read_only),
             purged_to: AtomicI64::new(Micros::FIRST.0),
             process: Process::this(),

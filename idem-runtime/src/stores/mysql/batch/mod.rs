@@ -283,6 +283,7 @@ impl Work for JournalWrites {
 
     const BATCH: usize = AT_ONCE;
     const LANES: usize = 1;
+    const MOST_SHARED: usize = sql::MOST_SHARED;
     // The entries of a caller that is gone leave with the next journal of its attempt, if the attempt goes on.
     const OUTLIVES: bool = false;
 
@@ -377,6 +378,7 @@ impl Work for EndWrites {
 
     const BATCH: usize = AT_ONCE;
     const LANES: usize = 1;
+    const MOST_SHARED: usize = sql::MOST_SHARED;
     // The end of an attempt must be written even if its caller is gone.
     const OUTLIVES: bool = true;
 
