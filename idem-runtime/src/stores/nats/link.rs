@@ -53,8 +53,12 @@ impl Events {
             Event::Disconnected | Event::Closed => {
                 self.breaks.fetch_add(1, Ordering::Relaxed);
             }
-            // Messages between the two connections were lost, so every waiter reads its record again.
-            Event::Connected => waiting.wake_all(),
+            Event::Connected => {
+                // A refusal belongs to the earlier connection: the rights of the login may have changed.
+                lock(&self.refusal).clear();
+                // Messages between the two connections were lost, so every waiter reads its record again.
+                waiting.wake_all();
+            }
             Event::ServerError(ServerError::Other(text)) => lock(&self.refusal).clone_from(text),
             Event::ServerError(error) => *lock(&self.refusal) = error.to_string(),
             Event::ClientError(error) => *lock(&self.refusal) = error.to_string(),
@@ -95,6 +99,8 @@ pub(super) struct Link {
     events: Arc<Events>,
     /// Value of `Events::breaks` for which the store has asked the driver to open the connection anew, plus one.
     replaced: AtomicU64,
+    /// Number of connections that the driver had opened at the latest call of [`was_replaced`](Self::was_replaced).
+    opened: AtomicU64,
     pub(super) watches: Watches,
 }
 
@@ -139,8 +145,14 @@ impl Link {
         }
     }
 
+    /// Returns whether the driver has opened the connection again since the latest call.
+    pub(super) fn was_replaced(&self, client: &Client) -> bool {
+        let opened = client.statistics().connects.load(Ordering::Relaxed);
+        self.opened.fetch_max(opened, Ordering::Relaxed).max(1) < opened
+    }
+
     /// Waits until the connection works.
-    async fn connected(&self, client: &Client, clock: &dyn Clock, until: Instant) -> Result<(), StoreError> {
+    pub(super) async fn connected(&self, client: &Client, clock: &dyn Clock, until: Instant) -> Result<(), StoreError> {
         if client.connection_state() == State::Connected {
             return Ok(());
         }
@@ -213,6 +225,19 @@ impl Link {
                     self.replace(client, breaks);
                 }
                 Err(kind.unanswered("NATS did not answer in time"))
+            }
+        }
+    }
+
+    /// Waits until the server refuses a message on `subject`.
+    pub(super) async fn refused(&self, subject: &str) -> StoreError {
+        let mut count = self.events.count.subscribe();
+        loop {
+            if let Some(refusal) = self.events.refusal_of(subject) {
+                return refusal;
+            }
+            if count.changed().await.is_err() {
+                return std::future::pending().await;
             }
         }
     }

@@ -246,15 +246,24 @@ impl Store for NatsInner {
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move {
-            let mut renewals = Vec::with_capacity(leases.len());
-            for (at, lease) in leases.iter().enumerate() {
-                let renewal = self.change(lease, Change::Renew);
-                renewals.push(async move { renewal.await.map(|verdict| answer(at, verdict)) });
-            }
-            let mut renewals = pin!(iter(renewals).buffer_unordered(RENEWED_AT_ONCE));
             let mut outcome = Ok(());
-            while let Some(renewed) = renewals.next().await {
-                outcome = outcome.and(renewed);
+            for (number, batch) in leases.chunks(RENEWED_AT_ONCE).enumerate() {
+                let mut renewals = Vec::with_capacity(batch.len());
+                for (at, lease) in batch.iter().enumerate() {
+                    let renewal = self.change(lease, Change::Renew);
+                    let at = number * RENEWED_AT_ONCE + at;
+                    renewals.push(async move { renewal.await.map(|verdict| answer(at, verdict)) });
+                }
+                let mut renewals = pin!(iter(renewals).buffer_unordered(RENEWED_AT_ONCE));
+                let mut is_renewed = false;
+                while let Some(renewed) = renewals.next().await {
+                    is_renewed |= renewed.is_ok();
+                    outcome = outcome.and(renewed);
+                }
+                // If a whole batch has failed, the others would take a time limit each, and fail as well.
+                if !is_renewed {
+                    break;
+                }
             }
             outcome
         })
