@@ -508,13 +508,14 @@ async fn a_result_too_large_for_the_stream_ends_the_operation_without_the_result
 }
 
 #[tokio::test]
-async fn a_full_stream_refuses_new_keys_and_forgets_none() {
+async fn a_full_stream_refuses_every_write_and_forgets_no_record() {
     let server = NatsServer::start();
     let raw = raw(&server).await;
     let mut full = settings("full");
     full["max_bytes"] = json!(20_000);
     api(&raw, "STREAM.CREATE.KV_full", full).await;
     let store = NatsStore::options().bucket("full").connect(&server.url()).await.unwrap();
+    let held = reserved(&store, "held").await;
     let runs = AtomicU32::new(0);
     let mut recorded = 0;
     let error = loop {
@@ -526,6 +527,12 @@ async fn a_full_stream_refuses_new_keys_and_forgets_none() {
     };
     assert_eq!(error.kind(), StoreErrorKind::Full, "{error}");
     assert!(recorded > 10, "{recorded}");
+    for error in [
+        renew_all(&store, std::slice::from_ref(&held)).await.map(drop).unwrap_err(),
+        store.finish(&held, &done()).await.map(drop).unwrap_err(),
+    ] {
+        assert_eq!(error.kind(), StoreErrorKind::Full, "{error}");
+    }
     for n in 0..recorded {
         assert!(call(&store, &n.to_string(), &runs).await.1.replayed(), "{n}");
     }
@@ -855,6 +862,24 @@ async fn a_connection_without_answers_is_replaced() {
     .await;
     // The driver itself notices a silent connection only after some fifty calls.
     assert!(failed < 10, "{failed} calls failed");
+}
+
+/// The connection of a server that answers is kept, also if its stream does not answer.
+#[tokio::test]
+async fn a_connection_to_a_slow_stream_is_kept() {
+    let server = NatsServer::start();
+    let (store, proxy) = behind_a_proxy(&server).await;
+    let raw = raw(&server).await;
+    api(&raw, "STREAM.DELETE.KV_idem", json!({})).await;
+    // In place of the stream, a subscriber takes the records and does not answer.
+    let mut slow = Counted::on(&server).await;
+    let connections = proxy.sent().len();
+    for n in 0..8 {
+        let error = store.reserve(&request(&store, &n.to_string())).await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Unconfirmed, "{error}");
+    }
+    assert_eq!(slow.since().await[0], 8);
+    assert_eq!(proxy.sent().len(), connections);
 }
 
 #[tokio::test]
