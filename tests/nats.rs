@@ -120,6 +120,7 @@ async fn streams_that_could_lose_or_change_a_record_are_refused() {
         &[("persist_mode", json!("async"))],
         &[("sources", json!([{ "name": "KV_sound" }]))],
         &[("subject_transform", json!({ "src": "$KV.x.>", "dest": "$KV.y.>" }))],
+        &[("subject_delete_marker_ttl", json!(1_000_000_000_u64)), ("allow_rollup_hdrs", json!(true))],
     ];
     let created = api(&raw, "STREAM.CREATE.KV_sound", settings("sound")).await;
     assert_eq!(created["did_create"], true, "{created}");
@@ -226,17 +227,20 @@ async fn a_store_without_direct_reads_asks_the_leader() {
 
 #[tokio::test]
 async fn a_login_without_the_right_to_publish_is_told_at_once() {
-    let rights = r#"
-        accounts { A { jetstream: enabled, users: [
-            { user: all, password: all }
-            { user: reader, password: reader, permissions: { publish: "$JS.API.STREAM.>", subscribe: ">" } }
-        ] } }"#;
-    let server = NatsServer::start_with(Kind::Nats, rights);
+    let rights_of = |publish: &str| {
+        format!(
+            r#"accounts {{ A {{ jetstream: enabled, users: [
+                {{ user: all, password: all }}
+                {{ user: reader, password: reader, permissions: {{ publish: ["{publish}"], subscribe: ">" }} }}
+            ] }} }}"#
+        )
+    };
+    let server = NatsServer::start_with(Kind::Nats, &rights_of("$JS.API.STREAM.>"));
     let url = |user: &str| format!("nats://{user}:{user}@127.0.0.1:{}", server.port());
     let all = NatsStore::connect(&url("all")).await.expect("connects");
     let lease = reserved(&all, "k").await;
     let options = NatsStore::options().response_timeout(Duration::from_secs(600));
-    let reader = options.connect(&url("reader")).await.expect("may ask for the stream");
+    let reader = options.clone().connect(&url("reader")).await.expect("may ask for the stream");
     // The time limit is long, so these answers come from the refusal.
     for error in [
         reader.reserve(&request(&reader, "other")).await.map(drop).unwrap_err(),
@@ -246,6 +250,13 @@ async fn a_login_without_the_right_to_publish_is_told_at_once() {
         assert!(error.to_string().contains("Permissions Violation"), "{error}");
     }
     assert!(reader.inspect(&lease.key).await.unwrap().is_some(), "the login may read");
+    // The login may not make a consumer, or may make one and not ask it for messages.
+    for rights in ["$JS.API.STREAM.>", r#"$JS.API.STREAM.>", "$JS.API.CONSUMER.*.KV_idem.>"#] {
+        server.configure(&rights_of(rights));
+        let reader = options.clone().connect(&url("reader")).await.expect("may ask for the stream");
+        let error = reader.operator().list(&Filter::new().scan()).await.unwrap_err();
+        assert!(error.to_string().contains("Permissions Violation"), "{rights}: {error}");
+    }
     assert_eq!(all.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
 }
 
@@ -330,6 +341,10 @@ async fn namespaces_keep_applications_apart() {
         let page = store.operator().list(&Filter::new().scan().scope("test")).await.unwrap();
         assert_eq!(page.records.len(), 1, "{namespace}");
     }
+    // The records of the namespace `1` are no records of a store without a namespace.
+    let page = connect(&server).await.operator().list(&Filter::new().scan()).await.unwrap();
+    let keys: Vec<_> = page.records.iter().map(|(key, _)| key.as_str()).collect();
+    assert_eq!(keys, [key("k").as_str()]);
     let other = NatsStore::options().bucket("other").connect(&server.url()).await.unwrap();
     assert_eq!(call(&other, "k", &runs).await.0.unwrap(), 5);
 }
@@ -337,36 +352,81 @@ async fn namespaces_keep_applications_apart() {
 #[tokio::test]
 async fn a_value_that_a_tool_or_the_server_has_deleted_is_an_absent_record() {
     let server = NatsServer::start();
-    let raw = raw(&server).await;
-    // On a second stream, the server leaves a marker in place of an expired message.
-    let mut marking = settings("marking");
-    marking["subject_delete_marker_ttl"] = json!(3_600_000_000_000_u64);
-    marking["allow_rollup_hdrs"] = json!(true);
-    let created = api(&raw, "STREAM.CREATE.KV_marking", marking).await;
-    assert_eq!(created["did_create"], true, "{created}");
-    for bucket in ["idem", "marking"] {
-        let store = NatsStore::options().bucket(bucket).connect(&server.url()).await.unwrap();
-        let lease = reserved(&store, "k").await;
-        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
-        let mut headers = async_nats::HeaderMap::new();
-        headers.insert("KV-Operation", "DEL");
-        let subject = subject_of(bucket, &lease.key);
-        raw.request_with_headers(subject, headers, "".into()).await.unwrap();
-        assert_eq!(store.inspect(&lease.key).await.unwrap(), None);
-        assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Refused);
-        let expiring = request(&store, "k").ttl(Duration::from_secs(1));
-        let lease = wins(&store, &expiring).await;
-        assert_eq!(lease.attempt, 1, "{bucket}");
-        assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
-        until("the retention has ended", async || store.inspect(&lease.key).await.unwrap().is_none()).await;
-        until("the server has removed the message", async || {
-            let question = json!({ "last_by_subj": subject_of(bucket, &lease.key) });
-            let found = api(&raw, &format!("STREAM.MSG.GET.KV_{bucket}"), question).await;
-            found["message"]["data"].is_null()
-        })
-        .await;
-        assert_eq!(reserved(&store, "k").await.attempt, 1, "{bucket}");
+    let (store, raw) = (connect(&server).await, raw(&server).await);
+    let lease = reserved(&store, "k").await;
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
+    publish(&raw, &lease.key, b"KV-Operation: DEL", b"").await;
+    assert_eq!(store.inspect(&lease.key).await.unwrap(), None);
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Refused);
+    let expiring = request(&store, "k").ttl(Duration::from_secs(1));
+    let lease = wins(&store, &expiring).await;
+    assert_eq!(lease.attempt, 1);
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
+    until("the retention has ended", async || store.inspect(&lease.key).await.unwrap().is_none()).await;
+    until("the server has removed the message", async || messages(&raw, "idem").await == 0).await;
+    assert_eq!(reserved(&store, "k").await.attempt, 1);
+}
+
+/// Publishes a message with this header on the subject of a record, byte by byte as given.
+async fn publish(raw: &Client, key: &Key, header: &[u8], body: &[u8]) {
+    let port = raw.server_info().port;
+    let head = [b"NATS/1.0\r\n", header, b"\r\n\r\n"].concat();
+    let subject = subject_of("idem", key);
+    let line = format!("HPUB {subject} {} {}\r\n", head.len(), head.len() + body.len());
+    let hello = br#"CONNECT {"verbose":false,"headers":true}"#;
+    let mut stream = std::net::TcpStream::connect(("127.0.0.1", port)).expect("connects");
+    let all = [hello, &b"\r\n"[..], line.as_bytes(), &head, body, b"\r\nPING\r\n"].concat();
+    std::io::Write::write_all(&mut stream, &all).expect("can be sent");
+    // The server answers the question after it has handled the message.
+    let mut lines = std::io::BufRead::lines(std::io::BufReader::new(stream));
+    while !lines.next().expect("an answer").expect("an answer").starts_with("PONG") {}
+    // The stream has stored the message before it answers a later question.
+    messages(raw, "idem").await;
+}
+
+/// Another program's message with any headers is a value of its key, and an operator can remove the value.
+#[tokio::test]
+async fn a_message_with_foreign_headers_is_damaged_and_does_not_block_its_key() {
+    let server = NatsServer::start();
+    let (store, raw) = (connect(&server).await, raw(&server).await);
+    for (name, header) in [("operation", &b"KV-Operation: PUT"[..]), ("bytes", b"X: \xff\xfe")] {
+        publish(&raw, &key(name), header, b"hello").await;
+        let error = store.reserve(&request(&store, name)).await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Corrupt, "{name}: {error}");
+        let found = store.inspect(&key(name)).await.unwrap().expect("there is a value");
+        assert_eq!(found.standing(), Standing::Damaged, "{name}");
+        let forget = Decision::forget(&key(name), &found);
+        assert_eq!(store.decide(&forget).await.unwrap(), DecisionAnswer::Applied, "{name}");
+        assert_eq!(reserved(&store, name).await.attempt, 1, "{name}");
     }
+}
+
+/// A mirror with `mirror_direct` answers direct reads of the origin, maybe with an earlier state.
+#[tokio::test]
+async fn a_store_whose_bucket_has_a_mirror_reads_from_the_leader() {
+    let server = NatsServer::start();
+    let (store, raw) = (connect(&server).await, raw(&server).await);
+    let mirror = json!({
+        "name": "KV_copy", "storage": "file", "num_replicas": 1, "max_msgs_per_subject": 1, "allow_direct": true,
+        "mirror_direct": true, "allow_msg_ttl": true, "mirror": { "name": "KV_idem" },
+    });
+    let created = api(&raw, "STREAM.CREATE.KV_copy", mirror).await;
+    assert_eq!(created["did_create"], true, "{created}");
+    let runs = AtomicU32::new(0);
+    call(&store, "k", &runs).await.0.unwrap();
+    until("the mirror has the record", async || messages(&raw, "copy").await == 1).await;
+    let mut counted = Counted::on(&server).await;
+    for _ in 0..100 {
+        let (result, outcome) = call(&store, "k", &runs).await;
+        assert_eq!(result.unwrap(), 1);
+        assert!(outcome.replayed());
+    }
+    counted.since().await;
+    let before = counted.directly;
+    assert!(before < 100, "the mirror has answered none of {before} reads");
+    call(&store, "k", &runs).await.0.unwrap();
+    counted.since().await;
+    assert_eq!(counted.directly, before, "no further read is direct");
 }
 
 #[tokio::test]
@@ -448,13 +508,14 @@ async fn a_result_too_large_for_the_stream_ends_the_operation_without_the_result
 }
 
 #[tokio::test]
-async fn a_full_stream_refuses_new_keys_and_forgets_none() {
+async fn a_full_stream_refuses_every_write_and_forgets_no_record() {
     let server = NatsServer::start();
     let raw = raw(&server).await;
     let mut full = settings("full");
     full["max_bytes"] = json!(20_000);
     api(&raw, "STREAM.CREATE.KV_full", full).await;
     let store = NatsStore::options().bucket("full").connect(&server.url()).await.unwrap();
+    let held = reserved(&store, "held").await;
     let runs = AtomicU32::new(0);
     let mut recorded = 0;
     let error = loop {
@@ -466,6 +527,12 @@ async fn a_full_stream_refuses_new_keys_and_forgets_none() {
     };
     assert_eq!(error.kind(), StoreErrorKind::Full, "{error}");
     assert!(recorded > 10, "{recorded}");
+    for error in [
+        renew_all(&store, std::slice::from_ref(&held)).await.map(drop).unwrap_err(),
+        store.finish(&held, &done()).await.map(drop).unwrap_err(),
+    ] {
+        assert_eq!(error.kind(), StoreErrorKind::Full, "{error}");
+    }
     for n in 0..recorded {
         assert!(call(&store, &n.to_string(), &runs).await.1.replayed(), "{n}");
     }
@@ -620,6 +687,71 @@ async fn a_write_from_before_a_deletion_of_the_stream_is_refused_after_it() {
     assert_eq!(other.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
 }
 
+/// A server that can't read a record answers like one that has none, which is how the stream answers after a purge.
+#[tokio::test]
+async fn an_answer_from_before_a_confirmed_write_is_no_loss_of_the_lease() {
+    let server = NatsServer::start();
+    let (store, raw) = (connect(&server).await, raw(&server).await);
+    let lease = reserved(&store, "k").await;
+    api(&raw, "STREAM.PURGE.KV_idem", json!({})).await;
+    for error in [
+        renew_all(&store, std::slice::from_ref(&lease)).await.map(drop).unwrap_err(),
+        store.finish(&lease, &done()).await.map(drop).unwrap_err(),
+        store.finish(&lease, &done()).await.map(drop).unwrap_err(),
+        store.upkeep().release(&lease, Release::Returned).await.map(drop).unwrap_err(),
+    ] {
+        assert_eq!(error.kind(), StoreErrorKind::Unavailable, "{error}");
+    }
+    assert_eq!(store.inspect(&lease.key).await.unwrap(), None, "no write replaced what can't be read");
+    // A later record of another owner is evidence, and so is a removal.
+    let other = connect(&server).await;
+    reserved(&other, "k").await;
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Refused);
+    let removed = wins(&store, &request(&store, "removed").lease(Duration::from_millis(1))).await;
+    until("the record of the lapsed attempt is removed", async || {
+        let found = other.inspect(&removed.key).await.unwrap().expect("a record");
+        other.decide(&Decision::forget(&removed.key, &found)).await.unwrap() == DecisionAnswer::Applied
+    })
+    .await;
+    let question = json!({ "last_by_subj": subject_of("idem", &removed.key) });
+    let removal = api(&raw, "STREAM.MSG.GET.KV_idem", question).await;
+    let headers = String::from_utf8(base64(removal["message"]["hdrs"].as_str().unwrap())).unwrap();
+    assert!(!headers.contains("Nats-TTL: 1\r\n"), "as long as the record would have been kept: {headers}");
+    assert_eq!(store.finish(&removed, &done()).await.unwrap(), Verdict::Refused);
+}
+
+/// A server that has lost its latest messages uses their numbers again.
+#[tokio::test]
+async fn a_holder_whose_record_was_lost_does_not_overwrite_that_of_the_next_holder() {
+    let mut server = NatsServer::start();
+    let options = NatsStore::options().in_memory(true);
+    let store = options.clone().connect(&server.url()).await.unwrap();
+    let lost = reserved(&store, "k").await;
+    server.kill();
+    server.run();
+    let other = options.connect(&server.url()).await.unwrap();
+    let lease = reserved(&other, "k").await;
+    until("the store has connected again", async || store.ping().await.is_ok()).await;
+    assert_eq!(store.finish(&lost, &done()).await.unwrap(), Verdict::Refused);
+    assert_eq!(other.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
+}
+
+#[tokio::test]
+async fn renewals_without_answers_end_after_one_time_limit() {
+    let server = NatsServer::start();
+    let (store, proxy) = behind_a_proxy(&server).await;
+    let mut leases = Vec::new();
+    for n in 0..600 {
+        leases.push(reserved(&store, &format!("k{n}")).await);
+    }
+    assert_eq!(renew_all(&store, &leases).await.unwrap(), vec![Verdict::Applied; 600]);
+    let mut counted = Counted::on(&server).await;
+    proxy.set(Line::LoseReplies);
+    renew_all(&store, &leases).await.unwrap_err();
+    let [sent, ..] = counted.since().await;
+    assert!((1..=256).contains(&sent), "{sent} renewals were sent");
+}
+
 /// Store behind a proxy. The store waits for an answer for only 300 ms, so that a lost answer soon is an error.
 async fn behind_a_proxy(server: &NatsServer) -> (NatsStore, Proxy) {
     let proxy = Proxy::to(server.port()).await;
@@ -730,6 +862,24 @@ async fn a_connection_without_answers_is_replaced() {
     .await;
     // The driver itself notices a silent connection only after some fifty calls.
     assert!(failed < 10, "{failed} calls failed");
+}
+
+/// The connection of a server that answers is kept, also if its stream does not answer.
+#[tokio::test]
+async fn a_connection_to_a_slow_stream_is_kept() {
+    let server = NatsServer::start();
+    let (store, proxy) = behind_a_proxy(&server).await;
+    let raw = raw(&server).await;
+    api(&raw, "STREAM.DELETE.KV_idem", json!({})).await;
+    // In place of the stream, a subscriber takes the records and does not answer.
+    let mut slow = Counted::on(&server).await;
+    let connections = proxy.sent().len();
+    for n in 0..8 {
+        let error = store.reserve(&request(&store, &n.to_string())).await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Unconfirmed, "{error}");
+    }
+    assert_eq!(slow.since().await[0], 8);
+    assert_eq!(proxy.sent().len(), connections);
 }
 
 #[tokio::test]

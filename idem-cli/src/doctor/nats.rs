@@ -40,7 +40,7 @@ pub(crate) async fn examine(bucket: &Bucket, timeout: Duration, findings: &mut F
     findings.unknown(
         "sync_interval",
         "only an administrator sees it; by default a write is on the disk two minutes later",
-        "with a single replica, set `sync_interval: always` in the configuration of the server",
+        "for payments, set `sync_interval: always` in the configuration of each server",
     );
     Ok(())
 }
@@ -83,7 +83,7 @@ fn replicas(described: &Value, stream: &str, findings: &mut Findings) {
     }
 }
 
-/// Checks how much of a limit is used: a full stream refuses every new key.
+/// Checks how much of a limit is used: a full stream refuses every write.
 fn room(described: &Value, findings: &mut Findings) {
     let limits = [("max_bytes", "bytes"), ("max_msgs", "messages")];
     for (limit, used) in limits {
@@ -96,7 +96,7 @@ fn room(described: &Value, findings: &mut Findings) {
             return findings.warning(
                 "room",
                 format!("{used} of `{limit}` {most} are used"),
-                "a full stream refuses every new key, and no body begins",
+                "a full stream refuses every write: no body begins, and running attempts can't be recorded",
                 &format!("raise `{limit}`, or shorten retentions"),
             );
         }

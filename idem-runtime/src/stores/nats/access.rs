@@ -176,21 +176,52 @@ impl Access<'_> {
     ) -> Result<WriteOutcome, StoreError> {
         let body = body_of(record, times);
         self.check_size(body.len())?;
-        let sent = self.clock().now();
+        let (sent, kept) = (self.clock().now(), Duration::from_millis(retention));
+        let held = self.core.held.here();
+        let epoch = held.epoch();
         let written = self.publish(subject, headers(expected, retention), body.clone()).await;
         match (&written, &record.state) {
             (Ok(WriteOutcome::Done(sequence)), State::Pending { .. }) => {
-                self.core.held.here().set(record.owner, HeldRecord { sequence: *sequence, body, sent });
+                held.set(
+                    record.owner,
+                    HeldRecord { subject: subject.into(), sequence: *sequence, body, sent, kept, epoch },
+                );
             }
+            (Ok(WriteOutcome::Done(_)), _) => held.forget(record.owner),
             // The record may have changed, or this write may have ended the attempt.
-            _ => self.forget(record.owner),
+            _ => held.doubt(record.owner),
         }
         written
     }
 
-    /// Removes message number `expected`, which is the last on `subject`.
-    pub(super) async fn remove(&self, subject: &str, expected: u64) -> Result<WriteOutcome, StoreError> {
-        self.publish(subject, removal(expected), Bytes::new()).await
+    /// Removes message number `expected`, which is the last on `subject`. The message that says so is kept for `kept`.
+    pub(super) async fn remove(
+        &self,
+        subject: &str,
+        expected: u64,
+        kept: Duration,
+    ) -> Result<WriteOutcome, StoreError> {
+        self.publish(subject, removal(expected, millis(kept)), Bytes::new()).await
+    }
+
+    /// Returns the pending record of `owner` on `subject` as this process has written it last. If the connection is another one than
+    /// at the latest call, the server may have lost that write, and the record has to be read.
+    pub(super) async fn held(&self, subject: &str, owner: OwnerToken) -> Result<Option<HeldRecord>, StoreError> {
+        let records = self.core.held.here();
+        let get = || records.get(owner).filter(|held| *held.subject == *subject);
+        if get().is_none() {
+            return Ok(None);
+        }
+        let client = self.client().await?;
+        self.link.connected(client, self.clock(), self.until).await?;
+        if self.link.was_replaced(client) {
+            records.doubt_all();
+        }
+        let mut held = get();
+        if let Some(held) = held.as_mut().filter(|held| held.epoch != records.epoch()) {
+            held.body.clear();
+        }
+        Ok(held)
     }
 
     /// Reads the last message on `subject`, from the leader of the stream.
@@ -213,7 +244,12 @@ impl Access<'_> {
         if !self.core.direct.load(Ordering::Relaxed) {
             return self.get(subject).await;
         }
-        self.get_directly(subject).await
+        match self.get_directly(subject).await {
+            Ok(found) => Ok(found),
+            // A message of another stream is from a mirror, which may be behind. After an answer that the driver can't
+            // read, the connection is a new one. The leader answers in both cases.
+            Err(_) => self.get(subject).await,
+        }
     }
 
     /// Reads the last message on `subject` from any server that has the stream.
@@ -223,7 +259,11 @@ impl Access<'_> {
         let client = self.client().await?;
         let request = (&*question, None, Bytes::new());
         let answer = self.link.ask(client, self.clock(), self.until, Ask::Read, request).await?;
-        read_direct(&answer, stream, subject).ok_or_else(|| unexpected("a message"))
+        read_direct(&answer, stream, subject).ok_or_else(|| {
+            // Another server than the leader answers direct reads (`mirror_direct`), so no further read is direct.
+            self.core.direct.store(false, Ordering::Relaxed);
+            unexpected("a message")
+        })
     }
 
     /// Asks the leader of the stream about the stream, and notes the time of its clock.

@@ -55,6 +55,7 @@ struct StreamConfig {
     sealed: bool,
     allow_msg_ttl: bool,
     allow_msg_counter: bool,
+    subject_delete_marker_ttl: i64,
     discard_new_per_subject: bool,
     persist_mode: String,
     mirror: Option<serde_json::Value>,
@@ -136,6 +137,11 @@ impl Bucket {
                 is_limited && config.discard != "new",
                 "`discard` is `old`, so a full stream would forget records; set `discard` to `new`".to_owned(),
             ),
+            (
+                config.subject_delete_marker_ttl != 0,
+                "`subject_delete_marker_ttl` is set: the marker of an expired record could replace a reservation"
+                    .to_owned(),
+            ),
             (config.discard_new_per_subject, "`discard_new_per_subject` refuses every change of a record".to_owned()),
             (
                 config.retention != "limits",
@@ -209,6 +215,7 @@ mod tests {
             &[("max_bytes", 1000.into()), ("discard", "old".into())],
             &[("max_msgs", 1000.into()), ("discard", "old".into())],
             &[("discard_new_per_subject", true.into())],
+            &[("subject_delete_marker_ttl", 1.into())],
             &[("retention", "workqueue".into())],
             &[("storage", "memory".into())],
             &[("persist_mode", "async".into())],

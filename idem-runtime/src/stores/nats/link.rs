@@ -23,6 +23,8 @@ use crate::sync::{Mutex, lock};
 
 /// Pause between two looks at a broken connection, if no event of the driver ends the pause.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// Time within which a server that answers no request has to give a sign of life.
+const SILENCE: Duration = Duration::from_secs(1);
 /// Interval at which the driver asks an idle server for a sign of life. A connection without an answer to three such
 /// questions is opened anew.
 const PING_EVERY: Duration = Duration::from_secs(5);
@@ -53,8 +55,12 @@ impl Events {
             Event::Disconnected | Event::Closed => {
                 self.breaks.fetch_add(1, Ordering::Relaxed);
             }
-            // Messages between the two connections were lost, so every waiter reads its record again.
-            Event::Connected => waiting.wake_all(),
+            Event::Connected => {
+                // A refusal belongs to the earlier connection: the rights of the login may have changed.
+                lock(&self.refusal).clear();
+                // Messages between the two connections were lost, so every waiter reads its record again.
+                waiting.wake_all();
+            }
             Event::ServerError(ServerError::Other(text)) => lock(&self.refusal).clone_from(text),
             Event::ServerError(error) => *lock(&self.refusal) = error.to_string(),
             Event::ClientError(error) => *lock(&self.refusal) = error.to_string(),
@@ -93,8 +99,10 @@ impl Ask {
 pub(super) struct Link {
     client: OnceCell<Client>,
     events: Arc<Events>,
-    /// Value of `Events::breaks` for which the store has asked the driver to open the connection anew, plus one.
-    replaced: AtomicU64,
+    /// Value of `Events::breaks` of the connection that is asked for a sign of life, or has given none, plus one.
+    probed: Arc<AtomicU64>,
+    /// Number of connections that the driver had opened at the latest call of [`was_replaced`](Self::was_replaced).
+    opened: AtomicU64,
     pub(super) watches: Watches,
 }
 
@@ -139,8 +147,14 @@ impl Link {
         }
     }
 
+    /// Returns whether the driver has opened the connection again since the latest call.
+    pub(super) fn was_replaced(&self, client: &Client) -> bool {
+        let opened = client.statistics().connects.load(Ordering::Relaxed);
+        self.opened.fetch_max(opened, Ordering::Relaxed).max(1) < opened
+    }
+
     /// Waits until the connection works.
-    async fn connected(&self, client: &Client, clock: &dyn Clock, until: Instant) -> Result<(), StoreError> {
+    pub(super) async fn connected(&self, client: &Client, clock: &dyn Clock, until: Instant) -> Result<(), StoreError> {
         if client.connection_state() == State::Connected {
             return Ok(());
         }
@@ -210,20 +224,47 @@ impl Link {
             Either::Right((Some(failed), _)) => Err(failed),
             Either::Right((None, _)) => {
                 if client.statistics().in_messages.load(Ordering::Relaxed) == heard {
-                    self.replace(client, breaks);
+                    self.probe(client, breaks, clock.sleep(SILENCE));
                 }
                 Err(kind.unanswered("NATS did not answer in time"))
             }
         }
     }
 
-    /// Opens the connection anew, once for each connection: nothing has arrived on it while a request waited for its
-    /// answer, so its route may have changed, and the connection would stay silent forever.
-    fn replace(&self, client: &Client, breaks: u64) {
-        if self.replaced.fetch_max(breaks + 1, Ordering::Relaxed) <= breaks {
-            let client = client.clone();
-            tokio::spawn(async move { client.force_reconnect().await.ok() });
+    /// Waits until the server refuses a message on `subject`.
+    pub(super) async fn refused(&self, subject: &str) -> StoreError {
+        let mut count = self.events.count.subscribe();
+        loop {
+            if let Some(refusal) = self.events.refusal_of(subject) {
+                return refusal;
+            }
+            if count.changed().await.is_err() {
+                return std::future::pending().await;
+            }
         }
+    }
+
+    /// Asks the server for a sign of life, and opens the connection anew if there is none within `patience`. Nothing has
+    /// arrived while a request waited for its answer: the server may be slow, or the route of the connection may have
+    /// changed, so that the connection would stay silent forever. Each connection has one such question at a time.
+    fn probe(&self, client: &Client, breaks: u64, patience: crate::clock::Sleep) {
+        if self.probed.fetch_max(breaks + 1, Ordering::Relaxed) > breaks {
+            return;
+        }
+        let (client, probed, events) = (client.clone(), Arc::clone(&self.probed), Arc::clone(&self.events));
+        tokio::spawn(async move {
+            // No subscriber listens on the subject: the server says so, or refuses the message. A subject of the
+            // store would not do: its stream may be what is slow.
+            let mut count = events.count.subscribe();
+            let question = Request::new().timeout(None);
+            let answered = client.send_request(format!("{}.probe", client.new_inbox()), question);
+            let answered = select(Box::pin(answered), Box::pin(count.changed()));
+            if race(answered, patience).await.is_some() {
+                let _ = probed.compare_exchange(breaks + 1, breaks, Ordering::Relaxed, Ordering::Relaxed);
+            } else {
+                client.force_reconnect().await.ok();
+            }
+        });
     }
 }
 

@@ -18,8 +18,9 @@ const RETENTION: &str = "Idem-Retention";
 const TTL: &str = "Nats-TTL";
 /// Header with the sequence number of the message that a write replaces; 0 if there must be no message.
 const EXPECTED: &str = "Nats-Expected-Last-Subject-Sequence";
-/// Header of a message that says that its key has no value; key-value buckets and the server write such messages.
+/// Header with the operation of a tool for key-value buckets: a removal, or the write of a value.
 const OPERATION: &str = "KV-Operation";
+/// Header of the message that a server writes in place of a removed one.
 const MARKER: &str = "Nats-Marker-Reason";
 /// Longest retention that the server counts, in seconds. A longer one would overflow the server's 64-bit nanoseconds,
 /// and so the server keeps the message forever. The store treats the record as absent after its retention all the same.
@@ -59,21 +60,33 @@ pub(super) fn headers(expected: u64, retention: u64) -> HeaderMap {
     let mut headers = HeaderMap::new();
     headers.insert(EXPECTED, HeaderValue::from(expected));
     headers.insert(RETENTION, HeaderValue::from(retention));
-    // Rounded up: a record is never forgotten early. The server counts whole seconds, and at least one.
-    match retention.div_ceil(1000).max(1) {
-        LONGEST.. => headers.insert(TTL, "never"),
-        seconds => headers.insert(TTL, HeaderValue::from(seconds)),
-    }
+    headers.insert(TTL, ttl(retention));
     headers
 }
 
-/// Returns the headers of a message that says that the record was removed, in place of message number `expected`.
-pub(super) fn removal(expected: u64) -> HeaderMap {
+/// Returns the retention of a message as the server counts it: in whole seconds, and at least one. Rounded up: a record
+/// is never forgotten early.
+fn ttl(retention: u64) -> HeaderValue {
+    match retention.div_ceil(1000).max(1) {
+        LONGEST.. => HeaderValue::from("never"),
+        seconds => HeaderValue::from(seconds),
+    }
+}
+
+/// Returns the headers of a message that says that the record was removed, in place of message number `expected`. The
+/// message is kept for `kept` milliseconds.
+pub(super) fn removal(expected: u64, kept: u64) -> HeaderMap {
     let mut headers = HeaderMap::new();
     headers.insert(EXPECTED, HeaderValue::from(expected));
-    headers.insert(TTL, "1");
+    headers.insert(TTL, ttl(kept));
     headers.insert(OPERATION, "DEL");
     headers
+}
+
+/// Returns whether a message with these headers says that its key has no value. A message with another operation has a
+/// value, which is a record or damaged.
+fn is_removal(operation: Option<&str>, marker: Option<&str>) -> bool {
+    marker.is_some() || operation.is_some_and(|it| matches!(it.trim(), "DEL" | "PURGE"))
 }
 
 /// Number of bytes that the headers of a record take at most.
@@ -103,14 +116,18 @@ impl WireMessage<'_> {
         let decoded = |part: &Option<Cow<'_, str>>| {
             part.as_ref().map_or(Some(Vec::new()), |part| BASE64_STANDARD.decode(part.as_bytes()).ok())
         };
-        let headers = String::from_utf8(decoded(&self.hdrs)?).ok()?;
+        // Headers of another program may be no text. The message is still the value of its key, so that an operator
+        // can look at it and remove it.
+        let headers = decoded(&self.hdrs)?;
+        let headers = String::from_utf8_lossy(&headers);
         let header = |name: &str| {
-            headers.lines().filter_map(|line| line.split_once(':')).find(|(it, _)| it.eq_ignore_ascii_case(name))
+            let mut lines = headers.lines().filter_map(|line| line.split_once(':'));
+            lines.find(|(it, _)| it.eq_ignore_ascii_case(name)).map(|(_, value)| value)
         };
-        if header(OPERATION).is_some() || header(MARKER).is_some() {
+        if is_removal(header(OPERATION), header(MARKER)) {
             return Some(LastMessage::Absent(self.seq));
         }
-        let retention = header(RETENTION).and_then(|(_, value)| value.trim().parse().ok());
+        let retention = header(RETENTION).and_then(|value| value.trim().parse().ok());
         let body = decoded(&self.data)?.into();
         Some(LastMessage::Record(StoredRecord {
             sequence: self.seq,
@@ -134,7 +151,7 @@ pub(super) fn read_direct(answer: &async_nats::Message, stream: &str, subject: &
         return None;
     }
     let sequence = header("Nats-Sequence")?.parse().ok()?;
-    if header(OPERATION).is_some() || header(MARKER).is_some() {
+    if is_removal(header(OPERATION), header(MARKER)) {
         return Some(LastMessage::Absent(sequence));
     }
     let stored_at = read_time(header("Nats-Time-Stamp")?)?;
@@ -151,11 +168,11 @@ pub(super) fn read_delivered(message: &async_nats::Message) -> Option<(String, L
     let first = if tokens.len() == 9 { 4 } else { 6 };
     let sequence = tokens.get(first + 1)?.parse().ok()?;
     let stored_at = tokens.get(first + 3)?.parse().ok()?;
-    let header = |name: &str| message.headers.as_ref().and_then(|headers| headers.get(name));
-    let found = if header(OPERATION).is_some() || header(MARKER).is_some() {
+    let header = |name: &str| message.headers.as_ref().and_then(|headers| headers.get(name)).map(HeaderValue::as_str);
+    let found = if is_removal(header(OPERATION), header(MARKER)) {
         LastMessage::Absent(sequence)
     } else {
-        let retention = header(RETENTION).and_then(|value| value.as_str().trim().parse().ok());
+        let retention = header(RETENTION).and_then(|value| value.trim().parse().ok());
         LastMessage::Record(StoredRecord { sequence, stored_at, retention, body: message.payload.clone() })
     };
     Some((message.subject.to_string(), found))
@@ -190,7 +207,11 @@ mod tests {
     #[test]
     fn a_message_without_a_value_is_no_record() {
         let encoded = |headers: &str| BASE64_STANDARD.encode(headers);
-        for headers in ["NATS/1.0\r\nKV-Operation: DEL\r\n\r\n", "NATS/1.0\r\nNats-Marker-Reason: MaxAge\r\n\r\n"] {
+        for headers in [
+            "NATS/1.0\r\nKV-Operation: DEL\r\n\r\n",
+            "NATS/1.0\r\nkv-operation: PURGE\r\n\r\n",
+            "NATS/1.0\r\nNats-Marker-Reason: MaxAge\r\n\r\n",
+        ] {
             let json =
                 format!(r#"{{"subject":"s","seq":3,"hdrs":"{}","time":"2026-11-27T16:19:23Z"}}"#, encoded(headers));
             assert!(matches!(read(&json), Some(LastMessage::Absent(3))), "{headers}");
@@ -201,6 +222,15 @@ mod tests {
         let Some(LastMessage::Record(record)) = read(&json) else { panic!("a record") };
         assert_eq!((record.sequence, record.stored_at, record.retention), (3, 1_000_000_000, Some(1500)));
         assert_eq!(&record.body[..], b"idem");
+    }
+
+    #[test]
+    fn a_message_with_foreign_headers_has_a_value() {
+        for headers in [&b"NATS/1.0\r\nKV-Operation: PUT\r\n\r\n"[..], b"NATS/1.0\r\nX: \xff\r\n\r\n"] {
+            let encoded = BASE64_STANDARD.encode(headers);
+            let json = format!(r#"{{"subject":"s","seq":3,"hdrs":"{encoded}","time":"1970-01-01T00:00:01Z"}}"#);
+            assert!(matches!(read(&json), Some(LastMessage::Record(_))), "{headers:?}");
+        }
     }
 
     #[test]

@@ -53,7 +53,9 @@ const PAUSE_AFTER_HINT: Duration = Duration::from_millis(1);
 /// A store in a key-value bucket of JetStream, on NATS 2.11 or newer.
 ///
 /// - *Atomicity*: the stream stores a message only if the last message on its subject has the sequence number that the
-///   write names. Reads ask the leader of the stream; a stream without replicas is read directly (`allow_direct`).
+///   write names. Reads ask the leader of the stream; a stream without replicas is read directly (`allow_direct`), until
+///   a mirror (`mirror_direct`) answers such a read. An answer from before a write that the stream has confirmed is an
+///   error, never a lost lease.
 /// - *Clock*: the clock of the stream's leader. Each message holds the time at which the leader stored it, and the
 ///   leader's answer to a question about the stream holds its present time. A lease has lapsed, and a retention has
 ///   ended, only if such an answer shows it. After a failover the clock of the new leader applies; each server removes
@@ -61,12 +63,17 @@ const PAUSE_AFTER_HINT: Duration = Duration::from_millis(1);
 /// - *Durability*: by default a server confirms a write before the write is on its disk (`sync_interval`, 2 minutes).
 ///   The kill of a server loses nothing. A machine that loses power can lose the records of the last minutes, and their
 ///   operations can then run again. With 3 replicas ([`num_replicas`](NatsOptions::num_replicas)) a majority has
-///   received each confirmed write, so only the loss of two machines together loses records. `sync_interval: always`
-///   writes to the disk before each answer, and takes more time.
+///   received each confirmed write, but one power loss together with a pause or a partition of another server can still
+///   lose confirmed records. For payments, set `sync_interval: always` on every server: it writes to the disk before
+///   each answer, and takes more time.
+/// - *Unreadable messages*: a server that can't read a message (an error of its disk, no free file descriptor) answers
+///   that there is none, and lets a write of a new key replace the message: the operation can run again. Give the
+///   server enough descriptors (`nofile`), and watch its log for such errors.
 /// - *Limits*: a record is one message, so a result that does not fit into `max_payload` of the server (default: 1 MB)
 ///   or `max_msg_size` of the stream is refused before it is sent
 ///   ([`StoreErrorKind::TooLarge`](crate::StoreErrorKind::TooLarge)), and the operation is recorded without its result.
-///   A bucket whose `max_bytes` are used up refuses new records and forgets none. A line of the server
+///   A bucket whose `max_bytes`, or the limits of the account, are used up forgets no record and refuses every write:
+///   new records, and also the renewals, marks, results and releases of running attempts. A line of the server
 ///   (`max_control_line`) must hold a subject of 3.5 KB.
 /// - *Cost*: two round trips for a first run, two for a replay (one if most calls are replays), two for a duplicate of
 ///   a running attempt, four for a takeover, and one for each lease at each beat. The renewals of one beat are sent
@@ -75,7 +82,8 @@ const PAUSE_AFTER_HINT: Duration = Duration::from_millis(1);
 ///
 /// [`connect`](NatsStore::connect) creates the stream `KV_<bucket>` unless it exists, and refuses a stream whose
 /// settings could lose or change a record: another history than 1, `max_age`, `discard: old` with a limit, messages in
-/// memory, mirrors and sources. A value that another program deletes with the tools for buckets is an absent record.
+/// memory, `subject_delete_marker_ttl`, mirrors and sources. A value that another program deletes with the tools for
+/// buckets is an absent record.
 ///
 /// The login needs the right to subscribe to its inbox and to `$KV.<bucket>.>`, and the right to publish:
 ///
@@ -104,7 +112,8 @@ pub struct NatsStore(Arc<NatsInner>);
 impl NatsStore {
     /// Connects to the NATS servers at `url`, and creates the bucket `idem` unless it exists. Several servers of a
     /// cluster are separated by commas. A URL may hold a user and a password, or a token in place of the user; `tls://`
-    /// encrypts the connection.
+    /// encrypts the connection. Unless the process has a default cryptography provider of rustls, `connect` installs
+    /// that of `ring`: an application that installs one does so before.
     ///
     /// # Errors
     /// [`StoreErrorKind::Misconfigured`](crate::StoreErrorKind::Misconfigured) if the server is older than NATS 2.11,
@@ -246,15 +255,24 @@ impl Store for NatsInner {
 
     fn renew<'a>(&'a self, leases: &'a [Lease], answer: &'a Answers<'a>) -> StoreFuture<'a, ()> {
         StoreFuture::new(async move {
-            let mut renewals = Vec::with_capacity(leases.len());
-            for (at, lease) in leases.iter().enumerate() {
-                let renewal = self.change(lease, Change::Renew);
-                renewals.push(async move { renewal.await.map(|verdict| answer(at, verdict)) });
-            }
-            let mut renewals = pin!(iter(renewals).buffer_unordered(RENEWED_AT_ONCE));
             let mut outcome = Ok(());
-            while let Some(renewed) = renewals.next().await {
-                outcome = outcome.and(renewed);
+            for (number, batch) in leases.chunks(RENEWED_AT_ONCE).enumerate() {
+                let mut renewals = Vec::with_capacity(batch.len());
+                for (at, lease) in batch.iter().enumerate() {
+                    let renewal = self.change(lease, Change::Renew);
+                    let at = number * RENEWED_AT_ONCE + at;
+                    renewals.push(async move { renewal.await.map(|verdict| answer(at, verdict)) });
+                }
+                let mut renewals = pin!(iter(renewals).buffer_unordered(RENEWED_AT_ONCE));
+                let mut is_renewed = false;
+                while let Some(renewed) = renewals.next().await {
+                    is_renewed |= renewed.is_ok();
+                    outcome = outcome.and(renewed);
+                }
+                // If a whole batch has failed, the others would take a time limit each, and fail as well.
+                if !is_renewed {
+                    break;
+                }
             }
             outcome
         })

@@ -5,6 +5,7 @@ use std::time::Duration;
 use async_nats::{Message, StatusCode};
 use bytes::Bytes;
 use futures_util::StreamExt as _;
+use futures_util::future::{Either, select};
 use serde::Deserialize;
 
 use super::access::{Access, RecordTimes, WriteOutcome};
@@ -14,7 +15,7 @@ use super::server_clock::ServerTime;
 use super::subject::{key_of, subjects_of};
 use crate::combine::race;
 use crate::kit::looks::{LOOKS, pause_before};
-use crate::record::format::{self, FormatError, START_BYTES, millis};
+use crate::record::format::{self, FormatError, START_BYTES};
 use crate::record::{Decision, DecisionAnswer, Inspection, Record, Ruling};
 use crate::store::{Cursor, Filter, Page, StoreError, StoreErrorKind};
 
@@ -68,15 +69,15 @@ pub(super) async fn decide(access: &Access<'_>, decision: &Decision) -> Result<D
         let written = match found.decide(decision) {
             Ruling::Answer(refused) => return Ok(refused),
             Ruling::Replace(with) => {
-                // The record keeps its retention, which is counted from the time of this write.
-                let retention = match found.expires_in {
-                    Duration::MAX => u64::MAX,
-                    expires_in => millis(expires_in),
-                };
+                let retention = access.core.server_clock.here().kept(found.expires_in, access.clock().now());
                 let times = format::times(&stored.body).map(|time| time.unwrap_or_else(|| access.core.millis()));
                 access.put(&subject, stored.sequence, &with, times, retention).await?
             }
-            Ruling::Remove => access.remove(&subject, stored.sequence).await?,
+            Ruling::Remove => {
+                // The attempt that still runs learns from this message that its record was removed.
+                let kept = if found.record.is_pending() { found.expires_in } else { Duration::ZERO };
+                access.remove(&subject, stored.sequence, kept).await?
+            }
         };
         if let WriteOutcome::Done(_) = written {
             access.core.waiting.wake(&subject);
@@ -183,11 +184,16 @@ async fn fetch(access: &Access<'_>, consumer: &str) -> Result<(Vec<Message>, boo
     let most = PAGE_BYTES.max(2 * access.core.max_message);
     let question = serde_json::json!({ "batch": READ_AT_ONCE, "max_bytes": most, "no_wait": true }).to_string();
     let subject = format!("$JS.API.CONSUMER.MSG.NEXT.{}.{consumer}", access.core.bucket.stream);
-    client.publish_with_reply(subject, inbox, question.into()).await.map_err(|_| stopped())?;
+    client.publish_with_reply(subject.clone(), inbox, question.into()).await.map_err(|_| stopped())?;
+    let mut refused = Box::pin(access.link.refused(&subject));
     let mut messages = Vec::new();
     while messages.len() < READ_AT_ONCE {
         let left = access.until.saturating_since(access.clock().now());
-        let next = race(answers.next(), access.clock().sleep(left)).await;
+        let next = match race(select(answers.next(), &mut refused), access.clock().sleep(left)).await {
+            Some(Either::Left((next, _))) => Some(next),
+            Some(Either::Right((refusal, _))) => return Err(refusal),
+            None => None,
+        };
         let message = next.ok_or_else(|| unavailable("NATS did not answer in time"))?.ok_or_else(stopped)?;
         match message.status {
             None => messages.push(message),

@@ -111,8 +111,9 @@ impl NatsOptions {
     }
 
     /// Number of servers that keep each record (default: 1 if the store creates the stream, any number if the stream
-    /// exists). A stream with fewer replicas is refused. With 3 replicas a confirmed write survives the loss of one
-    /// server, because the majority of the servers has received it.
+    /// exists). A stream with fewer replicas is refused. With 3 replicas a majority of the servers has received each
+    /// confirmed write, so the kill of one server, or the loss of its disk, loses no record. A machine that loses power
+    /// can lose records unless `sync_interval` of the servers is `always`; see [`NatsStore`](NatsStore#).
     #[must_use]
     pub fn num_replicas(self, num_replicas: usize) -> Self {
         Self { num_replicas: Some(num_replicas), ..self }
@@ -312,7 +313,8 @@ fn decoded(text: &str) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Installs a cryptography provider unless the application has chosen one: without any provider, TLS would panic.
+/// Installs a cryptography provider unless the application has chosen one: without any provider, TLS would panic. Any
+/// server may require TLS, also at a `nats://` URL, and says so only after the connection is open.
 fn provide_cryptography() {
     let _ = async_nats::rustls::crypto::ring::default_provider().install_default();
 }

@@ -26,9 +26,13 @@ pub(super) fn prefix_of(bucket: &str, namespace: &str) -> String {
 
 /// Returns the subject of the record of `key`.
 pub(super) fn subject_of(prefix: &str, key: &Key) -> String {
-    let mut subject = String::with_capacity(prefix.len() + key.as_str().len() * 3 / 2);
+    subject_of_stored(prefix, key.as_str())
+}
+
+fn subject_of_stored(prefix: &str, stored: &str) -> String {
+    let mut subject = String::with_capacity(prefix.len() + stored.len() * 3 / 2);
     subject.push_str(prefix);
-    for (at, part) in key.as_str().splitn(3, '/').enumerate() {
+    for (at, part) in stored.splitn(3, '/').enumerate() {
         if at > 0 {
             subject.push('.');
         }
@@ -51,7 +55,8 @@ pub(super) fn subjects_of(prefix: &str, stored: &str) -> String {
     subjects
 }
 
-/// Returns the stored form of the key whose record is on `subject`; `None` if no key has this subject.
+/// Returns the stored form of the key whose record is on `subject`; `None` if no key has this subject. A record of a
+/// namespace that looks like the beginning of a key has no key in a store without a namespace.
 pub(super) fn key_of(prefix: &str, subject: &str) -> Option<String> {
     let mut stored = String::with_capacity(subject.len());
     for (at, token) in subject.strip_prefix(prefix)?.split('.').enumerate() {
@@ -60,7 +65,7 @@ pub(super) fn key_of(prefix: &str, subject: &str) -> Option<String> {
         }
         stored.push_str(&read_token(token)?);
     }
-    Some(stored)
+    (subject_of_stored(prefix, &stored) == subject).then_some(stored)
 }
 
 fn is_plain(byte: u8) -> bool {
@@ -142,8 +147,10 @@ mod tests {
     fn a_namespace_is_a_token_of_its_own() {
         let [with, without] = [prefix_of("b", "shop:"), prefix_of("b", "")];
         assert_eq!(subject_of(&with, &key("s", "t")), "$KV.b.shop=3A.1.s.t");
-        // The version of the key is no namespace: the numbers of tokens differ.
-        assert_eq!(key_of(&without, "$KV.b.shop=3A.1.s.t").as_deref(), Some("shop:/1/s/t"));
+        // A key has three tokens, so a namespace is no version, and the version of a key is no namespace.
+        assert_eq!(key_of(&without, "$KV.b.shop=3A.1.s.t"), None);
+        assert_eq!(key_of(&without, "$KV.b.1.1.s.t"), None);
+        assert_eq!(key_of(&without, "$KV.b.1.a/b.t"), None, "a scope has no slash");
         assert_eq!(key_of(&with, "$KV.b.1.s.t"), None);
         assert_eq!(subjects_of(&with, "1/a::b/"), "$KV.b.shop=3A.1.a=3A=3Ab.>");
         assert_eq!(subjects_of(&without, "1/"), "$KV.b.1.>");

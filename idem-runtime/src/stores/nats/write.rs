@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::access::{Access, WriteOutcome};
-use super::failure::keeps_changing;
+use super::failure::{keeps_changing, unavailable};
 use super::held::HeldRecord;
 use super::message::LastMessage;
 use crate::kit::looks::{LOOKS, pause_before};
@@ -57,14 +57,14 @@ pub(super) async fn change(access: &Access<'_>, lease: &Lease, change: Change<'_
         // The journal leaves room for the longer provenance of a later attempt.
         access.check_size(journal.bytes().len() + 2 * START_BYTES)?;
     }
+    let held = access.held(&subject, lease.owner).await?;
+    // The first look uses the record as this process has written it, if nothing depends on the server's clock.
+    let mut known = held.as_ref().and_then(|held| known(access, held));
     for look in 0..LOOKS {
         pause_before(look, access.clock()).await;
-        // The first look uses the record as this process has written it, if nothing depends on the server's clock.
-        let held = if look == 0 { access.core.held.here().get(lease.owner) } else { None };
-        let known = held.and_then(|held| known(access, &held));
-        let (sequence, record, times, lapses_in) = match known {
+        let (sequence, record, times, lapses_in) = match known.take() {
             Some(known) => known,
-            None => match read(access, &subject).await? {
+            None => match read(access, &subject, held.as_ref()).await? {
                 Some(read) => read,
                 None => {
                     access.forget(lease.owner);
@@ -102,9 +102,21 @@ fn known(access: &Access<'_>, held: &HeldRecord) -> Option<Changeable> {
     Some((held.sequence, record, times_of(&held.body, access), lapses_in))
 }
 
-/// Reads the record on `subject`. `None` if there is no record, or if it is not the record of any attempt.
-async fn read(access: &Access<'_>, subject: &str) -> Result<Option<Changeable>, StoreError> {
-    let LastMessage::Record(stored) = access.get(subject).await? else { return Ok(None) };
+/// Reads the record on `subject`. `None` if there is no record, or if it is not the record of any attempt. `held` is the
+/// record as this process has written it: an earlier state than that is no evidence, and an error.
+async fn read(access: &Access<'_>, subject: &str, held: Option<&HeldRecord>) -> Result<Option<Changeable>, StoreError> {
+    let found = access.get(subject).await?;
+    let sequence = match &found {
+        LastMessage::Absent(sequence) => *sequence,
+        LastMessage::Record(stored) => stored.sequence,
+    };
+    if held.is_some_and(|held| held.is_later_than(sequence, access.clock().now())) {
+        return Err(unavailable(
+            "the stream answers with an earlier state than the record that it has confirmed: the server can't read the \
+             record, is cut off, or the record was purged",
+        ));
+    }
+    let LastMessage::Record(stored) = found else { return Ok(None) };
     // An unreadable message is not the record of this attempt.
     let Ok(record) = format::decode(&stored.body) else { return Ok(None) };
     let standing = access.standing(&stored, &record).await?;
