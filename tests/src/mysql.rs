@@ -93,7 +93,9 @@ fn template() -> &'static Path {
             make.arg("--initialize-insecure");
             make
         };
-        make.args([&*data, log_size(), "--innodb-buffer-pool-size=32M"]);
+        // `TMPDIR` may be a folder in which only the user of the tests may write.
+        let temporary = format!("--tmpdir={}", folder.display());
+        make.args([&*data, &*temporary, log_size(), "--innodb-buffer-pool-size=32M"]);
         let output =
             make.output().unwrap_or_else(|error| panic!("no server can be set up: {error}; run ./scripts/test"));
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -157,6 +159,7 @@ impl MySqlServer {
             .arg(format!("--datadir={}", self.folder.join("data").display()))
             .arg(format!("--socket={}", self.folder.join("socket").display()))
             .arg(format!("--pid-file={}", self.folder.join("pid").display()))
+            .arg(format!("--tmpdir={}", self.folder.display()))
             .arg(format!("--port={}", self.port))
             .args(["--bind-address=127.0.0.1", "--skip-networking=0", "--max-connections=600"])
             .args(["--innodb-buffer-pool-size=32M", log_size()]);

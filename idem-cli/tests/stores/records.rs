@@ -552,7 +552,8 @@ async fn errors_of_wrong_use_show_no_passwords() {
     for (url, text) in [
         ("nonsense", "the store is no URL"),
         ("", "which store?"),
-        ("mysql://bob:secret@host/db", "unknown scheme `mysql:`"),
+        ("mongodb://bob:secret@host/db", "unknown scheme `mongodb:`"),
+        ("mysql://bob:secret@host", "write `mysql://"),
         ("sqlite:", "the path of a file"),
         ("sqlite::memory:", "the path of a file"),
         ("sqlite:a.db?table=no-name", "letters, digits and `_`"),
@@ -594,6 +595,7 @@ fn a_command_on_an_unreachable_store_exits_with_status_3() {
         "redis-cluster://bob:secret@127.0.0.1:1",
         "redis-sentinel://bob:secret@127.0.0.1:1/main",
         "postgres://bob:secret@127.0.0.1:1/db",
+        "mysql://bob:secret@127.0.0.1:1/db",
         "nats://bob:secret@127.0.0.1:1/orders",
         "dynamodb://records?region=eu-central-1&endpoint=http://127.0.0.1:1",
     ] {
