@@ -72,8 +72,8 @@ const PAUSE_AFTER_HINT: Duration = Duration::from_millis(1);
 /// - *Limits*: a record is one message, so a result that does not fit into `max_payload` of the server (default: 1 MB)
 ///   or `max_msg_size` of the stream is refused before it is sent
 ///   ([`StoreErrorKind::TooLarge`](crate::StoreErrorKind::TooLarge)), and the operation is recorded without its result.
-///   A bucket whose `max_bytes`, or the limits of the account, are used up forgets no record and refuses every write:
-///   new records, and also the renewals, marks, results and releases of running attempts. A line of the server
+///   A bucket whose `max_bytes`, or the limits of the account, are used up forgets no record and refuses every write
+///   that takes more room: new records, and also the first renewal or mark of an attempt, and most results. A line of the server
 ///   (`max_control_line`) must hold a subject of 3.5 KB.
 /// - *Cost*: two round trips for a first run, two for a replay (one if most calls are replays), two for a duplicate of
 ///   a running attempt, four for a takeover, and one for each lease at each beat. The renewals of one beat are sent
