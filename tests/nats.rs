@@ -743,12 +743,22 @@ async fn an_answer_from_before_a_confirmed_write_is_no_loss_of_the_lease() {
 #[tokio::test]
 async fn a_holder_whose_record_was_lost_does_not_overwrite_that_of_the_next_holder() {
     let mut server = NatsServer::start();
-    let options = NatsStore::options().in_memory(true);
-    let store = options.clone().connect(&server.url()).await.unwrap();
-    let lost = reserved(&store, "k").await;
+    connect(&server).await;
     server.kill();
+    let copy = |from: &str, to: &str| {
+        let [from, to] = [from, to].map(|name| server.folder().join(name));
+        assert!(Command::new("cp").arg("-a").args([from, to]).status().expect("cp runs").success());
+    };
+    copy("data", "earlier");
     server.run();
-    let other = options.connect(&server.url()).await.unwrap();
+    let store = connect(&server).await;
+    let lost = reserved(&store, "k").await;
+    // The files of the server are as they were before the reservation.
+    server.kill();
+    std::fs::remove_dir_all(server.folder().join("data")).unwrap();
+    std::fs::rename(server.folder().join("earlier"), server.folder().join("data")).unwrap();
+    server.run();
+    let other = connect(&server).await;
     let lease = reserved(&other, "k").await;
     until("the store has connected again", async || store.ping().await.is_ok()).await;
     assert_eq!(store.finish(&lost, &done()).await.unwrap(), Verdict::Refused);
@@ -767,7 +777,10 @@ async fn renewals_without_answers_end_after_one_time_limit() {
     let mut counted = Counted::on(&server).await;
     proxy.set(Line::LoseReplies);
     renew_all(&store, &leases).await.unwrap_err();
-    let [sent, ..] = counted.since().await;
+    let mut sent = 0;
+    while let [more @ (1..), ..] = counted.since().await {
+        sent += more;
+    }
     assert!((1..=256).contains(&sent), "{sent} renewals were sent");
 }
 

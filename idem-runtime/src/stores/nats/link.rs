@@ -275,3 +275,19 @@ fn race_of<F: Future + Unpin>(
 ) -> impl Future<Output = Option<F::Output>> + Unpin {
     Box::pin(race(future, limit))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_ends_with_its_connection() {
+        let (events, waiting) = (Events::default(), WaiterTable::default());
+        let refusal = r#"Permissions Violation for Publish to "$KV.b.1.s.t""#.to_owned();
+        events.note(&Event::ServerError(ServerError::Other(refusal)), &waiting);
+        assert!(events.refusal_of("$KV.b.1.s.t").is_some());
+        assert!(events.refusal_of("$KV.b.1.s").is_none(), "another subject");
+        events.note(&Event::Connected, &waiting);
+        assert!(events.refusal_of("$KV.b.1.s.t").is_none());
+    }
+}
