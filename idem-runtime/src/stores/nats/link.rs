@@ -244,9 +244,9 @@ impl Link {
         }
     }
 
-    /// Asks the server for a sign of life, and opens the connection anew if there is none within `patience`. Nothing has
-    /// arrived while a request waited for its answer: the server may be slow, or the route of the connection may have
-    /// changed, so that the connection would stay silent forever. Each connection has one such question at a time.
+    /// Asks the server for a sign of life, and opens the connection anew if there is none within `patience`. Nothing
+    /// has arrived while a request waited for its answer: the server may be slow, or the route of the connection may
+    /// have changed, so that the connection would stay silent forever. Each connection has one such question at a time.
     fn probe(&self, client: &Client, breaks: u64, patience: crate::clock::Sleep) {
         if self.probed.fetch_max(breaks + 1, Ordering::Relaxed) > breaks {
             return;

@@ -15,7 +15,7 @@ use super::server_clock::ServerTime;
 use super::subject::{key_of, subjects_of};
 use crate::combine::race;
 use crate::kit::looks::{LOOKS, pause_before};
-use crate::record::format::{self, FormatError, START_BYTES};
+use crate::record::format::{self, FormatError, START_BYTES, millis};
 use crate::record::{Decision, DecisionAnswer, Inspection, Record, Ruling};
 use crate::store::{Cursor, Filter, Page, StoreError, StoreErrorKind};
 
@@ -69,7 +69,12 @@ pub(super) async fn decide(access: &Access<'_>, decision: &Decision) -> Result<D
         let written = match found.decide(decision) {
             Ruling::Answer(refused) => return Ok(refused),
             Ruling::Replace(with) => {
-                let retention = access.core.server_clock.here().kept(found.expires_in, access.clock().now());
+                // The record keeps its retention, which is counted from the time of this write. The retention is never
+                // longer than before, and may be shorter by the time that an answer about the stream took.
+                let retention = match found.expires_in {
+                    Duration::MAX => u64::MAX,
+                    expires_in => millis(expires_in),
+                };
                 let times = format::times(&stored.body).map(|time| time.unwrap_or_else(|| access.core.millis()));
                 access.put(&subject, stored.sequence, &with, times, retention).await?
             }
