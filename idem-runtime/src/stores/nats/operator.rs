@@ -26,6 +26,9 @@ const PAGE_BYTES: usize = 4 * 1024 * 1024;
 /// Time after which the server removes the consumer of a list whose reader has vanished.
 const CONSUMER_IDLE: Duration = Duration::from_secs(10);
 
+/// Pause before a consumer that does not listen yet is asked again.
+const PAUSE_BEFORE_ASKING_AGAIN: Duration = Duration::from_millis(5);
+
 /// Makes the inspection of a record.
 pub(super) fn inspection(stored: &StoredRecord, record: Record, standing: RecordTimes) -> Inspection {
     let now = u64::try_from(standing.now / 1_000_000).unwrap_or_default();
@@ -189,7 +192,9 @@ async fn fetch(access: &Access<'_>, consumer: &str) -> Result<(Vec<Message>, boo
     let most = PAGE_BYTES.max(2 * access.core.max_message);
     let question = serde_json::json!({ "batch": READ_AT_ONCE, "max_bytes": most, "no_wait": true }).to_string();
     let subject = format!("$JS.API.CONSUMER.MSG.NEXT.{}.{consumer}", access.core.bucket.stream);
-    client.publish_with_reply(subject.clone(), inbox, question.into()).await.map_err(|_| stopped())?;
+    let question = Bytes::from(question);
+    let ask = || client.publish_with_reply(subject.clone(), inbox.clone(), question.clone());
+    ask().await.map_err(|_| stopped())?;
     let mut refused = Box::pin(access.link.refused(&subject));
     let mut messages = Vec::new();
     while messages.len() < READ_AT_ONCE {
@@ -204,6 +209,11 @@ async fn fetch(access: &Access<'_>, consumer: &str) -> Result<(Vec<Message>, boo
             None => messages.push(message),
             // There are no more messages, or the page has enough bytes.
             Some(StatusCode::NOT_FOUND | StatusCode::TIMEOUT) => return Ok((messages, true)),
+            // In a cluster the consumer may be on another server, which has not yet told this one that it listens.
+            Some(StatusCode::NO_RESPONDERS) if messages.is_empty() => {
+                access.clock().sleep(PAUSE_BEFORE_ASKING_AGAIN).await;
+                ask().await.map_err(|_| stopped())?;
+            }
             Some(_) if !messages.is_empty() => return Ok((messages, false)),
             Some(status) => return Err(unavailable(format!("the consumer of the list ended with status {status}"))),
         }
