@@ -83,7 +83,7 @@ fn replicas(described: &Value, stream: &str, findings: &mut Findings) {
     }
 }
 
-/// Checks how much of a limit is used: a full stream refuses every write.
+/// Checks how much of a limit is used: a full stream refuses every write that takes more room.
 fn room(described: &Value, findings: &mut Findings) {
     let limits = [("max_bytes", "bytes"), ("max_msgs", "messages")];
     for (limit, used) in limits {
@@ -96,7 +96,7 @@ fn room(described: &Value, findings: &mut Findings) {
             return findings.warning(
                 "room",
                 format!("{used} of `{limit}` {most} are used"),
-                "a full stream refuses every write: no body begins, and running attempts can't be recorded",
+                "a full stream refuses new keys and most results: operations run again",
                 &format!("raise `{limit}`, or shorten retentions"),
             );
         }

@@ -204,8 +204,8 @@ impl Access<'_> {
         self.publish(subject, removal(expected, millis(kept)), Bytes::new()).await
     }
 
-    /// Returns the pending record of `owner` on `subject` as this process has written it last. If the connection is another one than
-    /// at the latest call, the server may have lost that write, and the record has to be read.
+    /// Returns the pending record of `owner` on `subject` as this process has written it last. If the connection is
+    /// another one than at the latest call, the server may have lost that write, and the record has to be read.
     pub(super) async fn held(&self, subject: &str, owner: OwnerToken) -> Result<Option<HeldRecord>, StoreError> {
         let records = self.core.held.here();
         let get = || records.get(owner).filter(|held| *held.subject == *subject);

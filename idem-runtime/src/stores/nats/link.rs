@@ -244,9 +244,9 @@ impl Link {
         }
     }
 
-    /// Asks the server for a sign of life, and opens the connection anew if there is none within `patience`. Nothing has
-    /// arrived while a request waited for its answer: the server may be slow, or the route of the connection may have
-    /// changed, so that the connection would stay silent forever. Each connection has one such question at a time.
+    /// Asks the server for a sign of life, and opens the connection anew if there is none within `patience`. Nothing
+    /// has arrived while a request waited for its answer: the server may be slow, or the route of the connection may
+    /// have changed, so that the connection would stay silent forever. Each connection has one such question at a time.
     fn probe(&self, client: &Client, breaks: u64, patience: crate::clock::Sleep) {
         if self.probed.fetch_max(breaks + 1, Ordering::Relaxed) > breaks {
             return;
@@ -274,4 +274,20 @@ fn race_of<F: Future + Unpin>(
     limit: crate::clock::Sleep,
 ) -> impl Future<Output = Option<F::Output>> + Unpin {
     Box::pin(race(future, limit))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_ends_with_its_connection() {
+        let (events, waiting) = (Events::default(), WaiterTable::default());
+        let refusal = r#"Permissions Violation for Publish to "$KV.b.1.s.t""#.to_owned();
+        events.note(&Event::ServerError(ServerError::Other(refusal)), &waiting);
+        assert!(events.refusal_of("$KV.b.1.s.t").is_some());
+        assert!(events.refusal_of("$KV.b.1.s").is_none(), "another subject");
+        events.note(&Event::Connected, &waiting);
+        assert!(events.refusal_of("$KV.b.1.s.t").is_none());
+    }
 }

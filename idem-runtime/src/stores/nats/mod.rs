@@ -53,9 +53,9 @@ const PAUSE_AFTER_HINT: Duration = Duration::from_millis(1);
 /// A store in a key-value bucket of JetStream, on NATS 2.11 or newer.
 ///
 /// - *Atomicity*: the stream stores a message only if the last message on its subject has the sequence number that the
-///   write names. Reads ask the leader of the stream; a stream without replicas is read directly (`allow_direct`), until
-///   a mirror (`mirror_direct`) answers such a read. An answer from before a write that the stream has confirmed is an
-///   error, never a lost lease.
+///   write names. Reads ask the leader of the stream; a stream without replicas is read directly (`allow_direct`),
+///   until a mirror (`mirror_direct`) answers such a read. An answer from before a write that the stream has confirmed
+///   is an error, never a lost lease.
 /// - *Clock*: the clock of the stream's leader. Each message holds the time at which the leader stored it, and the
 ///   leader's answer to a question about the stream holds its present time. A lease has lapsed, and a retention has
 ///   ended, only if such an answer shows it. After a failover the clock of the new leader applies; each server removes
@@ -72,9 +72,9 @@ const PAUSE_AFTER_HINT: Duration = Duration::from_millis(1);
 /// - *Limits*: a record is one message, so a result that does not fit into `max_payload` of the server (default: 1 MB)
 ///   or `max_msg_size` of the stream is refused before it is sent
 ///   ([`StoreErrorKind::TooLarge`](crate::StoreErrorKind::TooLarge)), and the operation is recorded without its result.
-///   A bucket whose `max_bytes`, or the limits of the account, are used up forgets no record and refuses every write:
-///   new records, and also the renewals, marks, results and releases of running attempts. A line of the server
-///   (`max_control_line`) must hold a subject of 3.5 KB.
+///   A bucket whose `max_bytes`, or the limits of the account, are used up forgets no record and refuses every write
+///   that takes more room: new records, and also the first renewal or mark of an attempt, and most results. A line of
+///   the server (`max_control_line`) must hold a subject of 3.5 KB.
 /// - *Cost*: two round trips for a first run, two for a replay (one if most calls are replays), two for a duplicate of
 ///   a running attempt, four for a takeover, and one for each lease at each beat. The renewals of one beat are sent
 ///   together. A write of a record that another process has changed takes two more. A record costs its message and its

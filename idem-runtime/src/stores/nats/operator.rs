@@ -15,7 +15,7 @@ use super::server_clock::ServerTime;
 use super::subject::{key_of, subjects_of};
 use crate::combine::race;
 use crate::kit::looks::{LOOKS, pause_before};
-use crate::record::format::{self, FormatError, START_BYTES};
+use crate::record::format::{self, FormatError, START_BYTES, millis};
 use crate::record::{Decision, DecisionAnswer, Inspection, Record, Ruling};
 use crate::store::{Cursor, Filter, Page, StoreError, StoreErrorKind};
 
@@ -25,6 +25,9 @@ const READ_AT_ONCE: usize = 256;
 const PAGE_BYTES: usize = 4 * 1024 * 1024;
 /// Time after which the server removes the consumer of a list whose reader has vanished.
 const CONSUMER_IDLE: Duration = Duration::from_secs(10);
+
+/// Pause before a consumer that does not listen yet is asked again.
+const PAUSE_BEFORE_ASKING_AGAIN: Duration = Duration::from_millis(5);
 
 /// Makes the inspection of a record.
 pub(super) fn inspection(stored: &StoredRecord, record: Record, standing: RecordTimes) -> Inspection {
@@ -69,7 +72,12 @@ pub(super) async fn decide(access: &Access<'_>, decision: &Decision) -> Result<D
         let written = match found.decide(decision) {
             Ruling::Answer(refused) => return Ok(refused),
             Ruling::Replace(with) => {
-                let retention = access.core.server_clock.here().kept(found.expires_in, access.clock().now());
+                // The record keeps its retention, which is counted from the time of this write. The retention is never
+                // longer than before, and may be shorter by the time that an answer about the stream took.
+                let retention = match found.expires_in {
+                    Duration::MAX => u64::MAX,
+                    expires_in => millis(expires_in),
+                };
                 let times = format::times(&stored.body).map(|time| time.unwrap_or_else(|| access.core.millis()));
                 access.put(&subject, stored.sequence, &with, times, retention).await?
             }
@@ -184,7 +192,9 @@ async fn fetch(access: &Access<'_>, consumer: &str) -> Result<(Vec<Message>, boo
     let most = PAGE_BYTES.max(2 * access.core.max_message);
     let question = serde_json::json!({ "batch": READ_AT_ONCE, "max_bytes": most, "no_wait": true }).to_string();
     let subject = format!("$JS.API.CONSUMER.MSG.NEXT.{}.{consumer}", access.core.bucket.stream);
-    client.publish_with_reply(subject.clone(), inbox, question.into()).await.map_err(|_| stopped())?;
+    let question = Bytes::from(question);
+    let ask = || client.publish_with_reply(subject.clone(), inbox.clone(), question.clone());
+    ask().await.map_err(|_| stopped())?;
     let mut refused = Box::pin(access.link.refused(&subject));
     let mut messages = Vec::new();
     while messages.len() < READ_AT_ONCE {
@@ -199,6 +209,11 @@ async fn fetch(access: &Access<'_>, consumer: &str) -> Result<(Vec<Message>, boo
             None => messages.push(message),
             // There are no more messages, or the page has enough bytes.
             Some(StatusCode::NOT_FOUND | StatusCode::TIMEOUT) => return Ok((messages, true)),
+            // In a cluster the consumer may be on another server, which has not yet told this one that it listens.
+            Some(StatusCode::NO_RESPONDERS) if messages.is_empty() => {
+                access.clock().sleep(PAUSE_BEFORE_ASKING_AGAIN).await;
+                ask().await.map_err(|_| stopped())?;
+            }
             Some(_) if !messages.is_empty() => return Ok((messages, false)),
             Some(status) => return Err(unavailable(format!("the consumer of the list ended with status {status}"))),
         }

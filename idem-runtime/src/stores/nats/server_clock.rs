@@ -7,7 +7,6 @@
 use std::time::Duration;
 
 use crate::clock::Instant;
-use crate::record::format::millis;
 use crate::sync::{Mutex, lock};
 
 /// Time for which an answer is extrapolated. The two clocks differ in speed by less than 0.1 %, so the extrapolated
@@ -43,16 +42,6 @@ impl ServerClock {
         let sample = self.latest()?;
         (now.saturating_since(sample.answered) < FRESH_FOR)
             .then(|| [sample.answered, sample.asked].map(|since| after(sample.time, now.saturating_since(since))))
-    }
-
-    /// Returns the retention, in milliseconds from now, of a record that expires in `expires_in` by the latest time that
-    /// the leader's clock may show at `now`. The record keeps its retention, or gets a little more, but never less.
-    pub(super) fn kept(&self, expires_in: Duration, now: Instant) -> u64 {
-        if expires_in == Duration::MAX {
-            return u64::MAX;
-        }
-        let uncertain = self.range(now).map_or(Duration::ZERO, |[earliest, latest]| since(latest, earliest));
-        millis(expires_in.saturating_add(uncertain))
     }
 
     /// Returns the approximate time of the leader's clock at `now`, for people; `None` before the first answer.
@@ -141,16 +130,5 @@ mod tests {
         assert_eq!(clock.range(at(13)), Some([2_000_000_000, 4_000_000_000]));
         assert_eq!(clock.range(at(12 + 60)), None, "an old answer proves nothing");
         assert_eq!(clock.about(at(12 + 60)), Some(61_000_000_000));
-    }
-
-    #[test]
-    fn a_record_that_is_written_again_keeps_its_retention() {
-        let clock = ServerClock::default();
-        clock.note(Sample { time: 0, asked: at(10), answered: at(12) });
-        // The record expires at the leader's second 10, and the leader's clock shows second 1 to 3.
-        let expires_in = Duration::from_secs(10 - 3);
-        assert_eq!(clock.kept(expires_in, at(13)), 9_000);
-        assert_eq!(clock.kept(expires_in, at(12 + 60)), 7_000, "decided by a fresh answer");
-        assert_eq!(clock.kept(Duration::MAX, at(13)), u64::MAX);
     }
 }

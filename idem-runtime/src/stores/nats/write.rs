@@ -102,8 +102,8 @@ fn known(access: &Access<'_>, held: &HeldRecord) -> Option<Changeable> {
     Some((held.sequence, record, times_of(&held.body, access), lapses_in))
 }
 
-/// Reads the record on `subject`. `None` if there is no record, or if it is not the record of any attempt. `held` is the
-/// record as this process has written it: an earlier state than that is no evidence, and an error.
+/// Reads the record on `subject`. `None` if there is no record, or if it is not the record of any attempt. `held` is
+/// the record as this process has written it: an earlier state than that is no evidence, and an error.
 async fn read(access: &Access<'_>, subject: &str, held: Option<&HeldRecord>) -> Result<Option<Changeable>, StoreError> {
     let found = access.get(subject).await?;
     let sequence = match &found {
