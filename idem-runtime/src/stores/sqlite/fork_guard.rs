@@ -4,8 +4,8 @@
 //! inherits the list and the connections, but not the locks. A new connection of the child would rely on locks that the
 //! child does not hold: another process could then take itself for the last user of the file, and remove the WAL with
 //! the child's commits. So a child closes its inherited connections before it opens a connection. Closing is safe if no
-//! thread was using the inherited connection at the fork. The lock of the [`ConnectionSlot`] shows whether a thread was using the
-//! connection: each thread holds that lock while it is inside SQLite.
+//! thread was using the inherited connection at the fork. The lock of the [`ConnectionSlot`] shows whether a thread was
+//! using the connection: each thread holds that lock while it is inside SQLite.
 
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
 use std::time::Duration;
