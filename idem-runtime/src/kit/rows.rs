@@ -69,7 +69,8 @@ impl FoundRow {
     /// Returns the remaining time of the lease; zero if the lease has lapsed or the record is not pending.
     pub(crate) fn lapses_in(&self) -> Duration {
         match self.record.state {
-            State::Pending { .. } => self.lapses_at.since(self.now),
+            // A statement that waited for a lock reads a record that was written after the time of the statement.
+            State::Pending { lease, .. } => self.lapses_at.since(self.now).min(lease),
             _ => Duration::ZERO,
         }
     }
@@ -113,4 +114,30 @@ pub(crate) enum AdmissionOutcome {
         with: Record,
         takeover: bool,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::key::Key;
+    use crate::record::OwnerToken;
+
+    #[test]
+    fn a_lease_that_began_after_the_statement_lapses_within_its_length() {
+        let (lease, ttl) = (Duration::from_secs(30), Duration::from_secs(60));
+        let key = Key::new("test", "k").expect("a key");
+        let record = Record::first(&ReserveRequest::new(key, OwnerToken::from_bytes([1; 16]), lease, ttl));
+        let at = |seconds: i64| Micros(seconds * 1_000_000);
+        let found = |now| FoundRow {
+            record: record.clone(),
+            lapses_at: at(130),
+            expires_at: at(190),
+            now,
+            first_seen_at: None,
+            began_at: at(100),
+        };
+        assert_eq!(found(at(99)).lapses_in(), lease, "the lease began a second later");
+        assert_eq!(found(at(110)).lapses_in(), Duration::from_secs(20));
+        assert_eq!(found(at(131)).lapses_in(), Duration::ZERO);
+    }
 }
