@@ -1,5 +1,7 @@
 //! The hand-written code that benches compare the library with.
 
+#[cfg(feature = "mysql")]
+pub mod mysql;
 #[cfg(feature = "nats")]
 pub mod nats;
 pub mod outbox;

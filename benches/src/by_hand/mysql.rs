@@ -1,0 +1,69 @@
+//! The protocol by hand in SQL for MySQL and MariaDB, prepared.
+
+use std::sync::Arc;
+
+use idem_runtime::MySqlStore;
+use mysql_async::prelude::Queryable as _;
+use mysql_async::{Conn, Opts, params};
+use tokio::sync::Mutex;
+
+use super::postgres::{LEASE_MS, TTL_MS, key, owner};
+use crate::Receipt;
+
+const NOW: &str = "timestampdiff(MICROSECOND, '1970-01-01', utc_timestamp(6))";
+const RESERVE: &str = "\
+    INSERT INTO hand_records (`key`, owner, format, state, attempt, attempts_used, on_crash_fail, lease_ms, ttl_ms, \
+    first_seen_at, began_at, lapses_at, expires_at, listed_at) VALUES (:key, :owner, 1, 'pending', 1, 1, 0, :lease, :ttl, \
+    NOW, NOW, NOW + :lease * 1000, NOW + (:lease + :ttl) * 1000, NOW + :ttl * 1000) ON DUPLICATE KEY UPDATE `key` = `key`";
+const COMPLETE: &str = "\
+    UPDATE hand_records SET state = 'completed', lease_ms = NULL, ttl_ms = NULL, codec = 'json', result = :result, \
+    expires_at = NOW + :ttl * 1000 WHERE `key` = :key AND owner = :owner AND state = 'pending'";
+const REPLAY: &str = "SELECT result FROM idem_records WHERE `key` = :key";
+
+/// A connection and its prepared statements. First runs by hand have their own table; replays by hand read the
+/// library's records.
+pub struct ByHand {
+    connection: Mutex<Conn>,
+    reserve: String,
+    complete: String,
+}
+
+impl ByHand {
+    /// Opens this many connections, and creates the table of the first runs. The library's table must exist.
+    pub async fn connections(url: &str, count: usize) -> Vec<Arc<Self>> {
+        let mut first = connect(url).await;
+        first.query_drop(MySqlStore::schema_sql("hand_records")).await.expect("makes the table");
+        let mut connections = Vec::new();
+        for _ in 0..count {
+            let [reserve, complete] = [RESERVE, COMPLETE].map(|statement| statement.replace("NOW", NOW));
+            connections.push(Arc::new(Self { connection: Mutex::new(connect(url).await), reserve, complete }));
+        }
+        connections
+    }
+
+    /// Makes a first run: `INSERT … ON DUPLICATE KEY UPDATE`, the handler, and an owner-checked `UPDATE`.
+    pub async fn ship(&self, order_id: u64) -> Receipt {
+        let mut connection = self.connection.lock().await;
+        let (key, owner) = (key(order_id), owner(order_id));
+        let reserve = params! { "key" => &key, "owner" => &owner, "lease" => LEASE_MS, "ttl" => TTL_MS };
+        connection.exec_drop(&*self.reserve, reserve).await.expect("answers");
+        assert_eq!(connection.affected_rows(), 1, "another owner holds the key");
+        let receipt = Receipt::of(order_id);
+        let json = serde_json::to_vec(&receipt).expect("encodes");
+        let complete = params! { "key" => &key, "owner" => &owner, "result" => json, "ttl" => TTL_MS };
+        connection.exec_drop(&*self.complete, complete).await.expect("answers");
+        assert_eq!(connection.affected_rows(), 1, "another owner has taken over");
+        receipt
+    }
+
+    /// Makes a replay: a `SELECT` of the library's result by primary key, not decoded.
+    pub async fn replay(&self, order_id: u64) -> Vec<u8> {
+        let mut connection = self.connection.lock().await;
+        let result = connection.exec_first(REPLAY, params! { "key" => key(order_id) }).await;
+        result.expect("answers").expect("is finished")
+    }
+}
+
+async fn connect(url: &str) -> Conn {
+    Conn::new(Opts::from_url(url).expect("a valid URL")).await.expect("connects")
+}
