@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use idem_runtime::MySqlStore;
 use mysql_async::prelude::Queryable as _;
-use mysql_async::{Conn, Opts, params};
+use mysql_async::{Conn, Opts, OptsBuilder, params};
 use tokio::sync::Mutex;
 
 use super::postgres::{LEASE_MS, TTL_MS, key, owner};
@@ -65,5 +65,7 @@ impl ByHand {
 }
 
 async fn connect(url: &str) -> Conn {
-    Conn::new(Opts::from_url(url).expect("a valid URL")).await.expect("connects")
+    // Over TCP, as the store: the driver would change to the server's Unix socket on this machine.
+    let opts = OptsBuilder::from_opts(Opts::from_url(url).expect("a valid URL")).prefer_socket(false);
+    Conn::new(opts).await.expect("connects")
 }
