@@ -1,9 +1,9 @@
 //! `MySqlStore` compared with the same SQL by hand, on a MariaDB or MySQL that loses nothing
 //! (`innodb_flush_log_at_trx_commit = 1`).
 //!
-//! - *First run*, by hand: the same formatted key, `INSERT … ON DUPLICATE KEY UPDATE` into a table with the same columns
-//!   and indexes, the same handler, its result as JSON, and an `UPDATE` that compares the owner. The statements are
-//!   prepared and run one by one, each task on its own connection.
+//! - *First run*, by hand: the same formatted key, `INSERT … ON DUPLICATE KEY UPDATE` into a table with the same
+//!   columns and indexes, the same handler, its result as JSON, and an `UPDATE` that compares the owner. The statements
+//!   are prepared and run one by one, each task on its own connection.
 //! - *Replay*, by hand: a prepared `SELECT` by primary key of the same result that the library replays, without
 //!   decoding. Each task has its own connection.
 //!
