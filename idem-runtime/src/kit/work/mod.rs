@@ -18,6 +18,7 @@ use std::time::Duration;
 
 use tokio::sync::{Semaphore, oneshot};
 
+pub(crate) use self::operations::{EndRow, JournalRow, LongestJournals, by_key, in_turns};
 use crate::clock::{Clock, Instant};
 use crate::combine::race;
 use crate::kit::lanes::{Lane, LaneOwner, Lanes, LoneTurn, gather};
@@ -27,6 +28,7 @@ use crate::sync::{Handle, Mutex, lock};
 
 #[cfg(all(test, shuttle))]
 mod interleavings;
+mod operations;
 
 /// Size in bytes above which a batch takes no more operations.
 const BATCH_BYTES: usize = 256 * 1024;

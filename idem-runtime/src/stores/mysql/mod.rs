@@ -21,7 +21,7 @@ use std::time::Duration;
 use mysql_async::Opts;
 use tokio::sync::{Semaphore, oneshot};
 
-use self::batch::{BeginMarks, EndRow, EndWrites, JournalRow, JournalWrites, LookupResult, Reservations, by_key};
+use self::batch::{BeginMarks, EndWrites, JournalWrites, LookupResult, Reservations};
 use self::client::MySqlPool;
 use self::failure::OpFailure;
 pub use self::options::MySqlOptions;
@@ -36,7 +36,7 @@ use crate::kit::looks::{LOOKS, looked_in_vain, pause_before};
 use crate::kit::per_runtime::{Here, PerRuntime};
 use crate::kit::rows::{AdmissionOutcome, FoundRow, corrupt};
 use crate::kit::waiting::WaiterTable;
-use crate::kit::work::{Effect, WorkLanes};
+use crate::kit::work::{Effect, EndRow, JournalRow, WorkLanes, by_key};
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, OwnerToken, ReadExtent, Record, Release, Reservation,
     ReserveRequest, Ruling, State, Verdict,

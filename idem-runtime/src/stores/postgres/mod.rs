@@ -27,7 +27,7 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, oneshot};
 use tokio_postgres::types::ToSql;
 
-use self::batch::{BeginMarks, EndRow, EndWrites, JournalRow, JournalWrites, Reservations, SentMarks, SentRow, by_key};
+use self::batch::{BeginMarks, EndWrites, JournalWrites, Reservations, SentMarks, SentRow};
 use self::client::Database;
 use self::failure::{OpFailure, misconfigured};
 pub use self::options::PostgresOptions;
@@ -45,7 +45,7 @@ use crate::kit::held::held_by_another;
 use crate::kit::looks::{LOOKS, looked_in_vain, pause_before};
 use crate::kit::per_runtime::{Here, PerRuntime};
 use crate::kit::rows::{AdmissionOutcome, FoundRow, Micros, corrupt};
-use crate::kit::work::{Effect, WorkLanes};
+use crate::kit::work::{Effect, EndRow, JournalRow, WorkLanes, by_key};
 use crate::record::{
     Action, Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Record, Release, Reservation, ReserveRequest,
     State, Verdict,

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::sync::Semaphore;
 
@@ -10,12 +9,11 @@ use super::client::MySqlPool;
 use super::failure::OpFailure;
 use super::sql::{self, AT_ONCE, Param, Row};
 use super::statement_pool::StatementPool;
-use crate::key::Key;
 use crate::kit::replays::Replays;
 use crate::kit::rows::FoundRow;
-use crate::kit::work::{Effect, QueuedOp, Work};
+use crate::kit::work::{Effect, EndRow, JournalRow, LongestJournals, QueuedOp, Work, by_key, in_turns};
 use crate::record::format::FormatError;
-use crate::record::{Journal, Lease, ReadExtent, Record, ReserveRequest, StoredResult};
+use crate::record::{Lease, ReadExtent, ReserveRequest};
 
 /// Answer for one key of a statement that reserves or reads records.
 #[derive(Clone, Debug)]
@@ -46,15 +44,6 @@ impl LookupResult {
     fn is_replay(&self) -> bool {
         matches!(self, Self::LeftOut) || matches!(self, Self::Found(Ok(found)) if found.record.is_finished())
     }
-}
-
-/// Returns the indexes of a batch in the order of the keys. All processes lock rows in this order, so that two
-/// processes rarely wait for each other.
-pub(super) fn by_key<T>(operations: &[T], key: impl Fn(&T) -> &str) -> Vec<usize> {
-    // The vector holds the keys, too, so that the sort compares keys without a look-up in the operations.
-    let mut order: Vec<(&str, usize)> = operations.iter().map(key).zip(0..).collect();
-    order.sort_unstable();
-    order.into_iter().map(|(_, place)| place).collect()
 }
 
 /// Reservations, as a kind of [`Work`].
@@ -255,19 +244,6 @@ impl Work for BeginMarks {
 /// Journals of attempts, as a kind of [`Work`].
 pub(super) struct JournalWrites(Arc<StatementPool>);
 
-/// The journal of one attempt.
-pub(super) struct JournalRow {
-    pub(super) lease: Lease,
-    pub(super) journal: Journal,
-}
-
-impl JournalRow {
-    /// Returns what the statement compares, keys first: rows are locked in the order of their keys.
-    fn attempt(&self) -> (&str, &[u8], u32) {
-        (self.lease.key.as_str(), &self.lease.owner.as_bytes()[..], self.lease.attempt)
-    }
-}
-
 impl JournalWrites {
     pub(super) fn new(server: Arc<StatementPool>) -> Self {
         Self(server)
@@ -300,7 +276,7 @@ impl Work for JournalWrites {
     }
 
     fn bytes(row: &JournalRow) -> usize {
-        row.lease.key.as_str().len() + row.journal.bytes().len() + 80
+        row.bytes()
     }
 
     async fn one(&self, JournalRow { lease, journal }: &JournalRow) -> Result<bool, OpFailure> {
@@ -310,37 +286,17 @@ impl Work for JournalWrites {
 
     async fn many(&self, batch: &[QueuedOp<Self>]) -> Result<Vec<bool>, OpFailure> {
         let rows: Vec<&JournalRow> = batch.iter().map(|it| &it.operation).collect();
-        let mut order: Vec<usize> = (0..rows.len()).collect();
-        order.sort_unstable_by_key(|place| rows[*place].attempt());
-        // If a batch has several journals of one attempt, the statement writes the longest one: given two, the server
-        // would write any of them.
-        let attempts: Vec<&[usize]> = order.chunk_by(|a, b| rows[*a].attempt() == rows[*b].attempt()).collect();
-        let length = |row: &&JournalRow| row.journal.bytes().len();
-        let longest = attempts.iter().filter_map(|of| of.iter().map(|place| rows[*place]).max_by_key(length));
-        let longest: Vec<&JournalRow> = longest.collect();
+        let journals = LongestJournals::new(&rows);
+        let longest = journals.rows();
         let params: Vec<_> = longest.iter().map(|row| sql::append(&row.lease, &row.journal)).collect();
         let effect = Effect::Records(longest.iter().map(|row| Self::bytes(row)).sum());
         let of_attempts = self.0.write_many(&self.0.sql.append_many, &params, effect, false).await?;
-        let mut written = vec![false; rows.len()];
-        for (places, is_written) in attempts.iter().zip(of_attempts) {
-            for place in *places {
-                written[*place] = is_written;
-            }
-        }
-        Ok(written)
+        Ok(journals.answers(of_attempts))
     }
 }
 
 /// Ends of attempts, as a kind of [`Work`].
 pub(super) struct EndWrites(Arc<StatementPool>);
-
-/// The end of one attempt.
-pub(super) struct EndRow {
-    pub(super) key: Key,
-    pub(super) record: Record,
-    pub(super) refund: i64,
-    pub(super) ttl: Duration,
-}
 
 impl EndRow {
     fn params(&self) -> Vec<Param> {
@@ -395,7 +351,7 @@ impl Work for EndWrites {
     }
 
     fn bytes(end: &EndRow) -> usize {
-        end.key.as_str().len() + end.record.state.result().map_or(0, StoredResult::stored_bytes) + 80
+        end.bytes()
     }
 
     async fn one(&self, end: &EndRow) -> Result<bool, OpFailure> {
@@ -409,17 +365,8 @@ impl Work for EndWrites {
 
     async fn many(&self, ends: &[QueuedOp<Self>]) -> Result<Vec<bool>, OpFailure> {
         let ends: Vec<&EndRow> = ends.iter().map(|it| &it.operation).collect();
-        let order = by_key(&ends, |it| it.key.as_str());
         let mut done = vec![false; ends.len()];
-        // If a batch has several ends for one key, separate statements write them in order: within one statement, any
-        // end could win.
-        let groups: Vec<&[usize]> = order.chunk_by(|a, b| ends[*a].key == ends[*b].key).collect();
-        let mut turn = 0;
-        loop {
-            let some: Vec<usize> = groups.iter().filter_map(|group| group.get(turn).copied()).collect();
-            if some.is_empty() {
-                return Ok(done);
-            }
+        for (turn, some) in in_turns(&ends).into_iter().enumerate() {
             let distinct: Vec<&EndRow> = some.iter().map(|i| ends[*i]).collect();
             let have_ended = match self.distinct(&distinct).await {
                 // The failure answers all ends of the batch, also those that an earlier statement has written.
@@ -429,7 +376,7 @@ impl Work for EndWrites {
             for i in some {
                 done[i] = have_ended;
             }
-            turn += 1;
         }
+        Ok(done)
     }
 }

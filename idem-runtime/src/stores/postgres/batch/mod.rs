@@ -3,7 +3,6 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::sync::Semaphore;
 use tokio_postgres::Row;
@@ -17,8 +16,8 @@ use super::statement_pool::StatementPool;
 use crate::key::Key;
 use crate::kit::replays::Replays;
 use crate::kit::rows::{FoundRow, millis, number_of};
-use crate::kit::work::{Effect, QueuedOp, Work};
-use crate::record::{Journal, Lease, Parts, Record, ReserveRequest, Revision, StoredResult};
+use crate::kit::work::{Effect, EndRow, JournalRow, LongestJournals, QueuedOp, Work, by_key, in_turns};
+use crate::record::{Lease, Parts, Record, ReserveRequest, Revision};
 
 /// Largest number of operations in one batch.
 const BATCH: usize = 128;
@@ -27,15 +26,6 @@ const BATCH: usize = 128;
 pub(super) struct Reservations {
     server: Arc<StatementPool>,
     replays: Replays,
-}
-
-/// Returns the indexes of a batch in the order of the keys. All processes lock rows in this order, so that no two
-/// processes wait for each other.
-pub(super) fn by_key<T>(operations: &[T], key: impl Fn(&T) -> &str) -> Vec<usize> {
-    // The vector holds the keys, too, so that the sort compares keys without a look-up in the operations.
-    let mut order: Vec<(&str, usize)> = operations.iter().map(key).zip(0..).collect();
-    order.sort_unstable();
-    order.into_iter().map(|(_, place)| place).collect()
 }
 
 /// Returns whether `rows` answer each operation of a batch that was sent in this `order`.
@@ -278,19 +268,6 @@ impl Work for BeginMarks {
 /// Journals of attempts, as a kind of [`Work`].
 pub(super) struct JournalWrites(Arc<StatementPool>);
 
-/// The journal of one attempt.
-pub(super) struct JournalRow {
-    pub(super) lease: Lease,
-    pub(super) journal: Journal,
-}
-
-impl JournalRow {
-    /// Returns what the statement compares, keys first: rows are locked in the order of their keys.
-    fn attempt(&self) -> (&str, &[u8], u32) {
-        (self.lease.key.as_str(), &self.lease.owner.as_bytes()[..], self.lease.attempt)
-    }
-}
-
 impl JournalWrites {
     pub(super) fn new(server: Arc<StatementPool>) -> Self {
         Self(server)
@@ -299,26 +276,14 @@ impl JournalWrites {
     /// Writes the journals, and renews the leases of their attempts. Returns for each journal whether the record of its
     /// attempt now has this journal or a longer one.
     async fn write(&self, rows: &[&JournalRow]) -> Result<Vec<bool>, OpFailure> {
-        let mut order: Vec<usize> = (0..rows.len()).collect();
-        order.sort_unstable_by_key(|place| rows[*place].attempt());
-        // If a batch has several journals of one attempt, the statement writes the longest one: given two, the server
-        // would write any of them.
-        let attempts: Vec<&[usize]> = order.chunk_by(|a, b| rows[*a].attempt() == rows[*b].attempt()).collect();
-        let length = |row: &&JournalRow| row.journal.bytes().len();
-        let longest = attempts.iter().filter_map(|of| of.iter().map(|place| rows[*place]).max_by_key(length));
-        let longest: Vec<&JournalRow> = longest.collect();
+        let journals = LongestJournals::new(rows);
+        let longest = journals.rows();
         let leases = LeaseParams::new(longest.iter().map(|row| &row.lease));
-        let journals: Vec<&[u8]> = longest.iter().map(|row| &row.journal.bytes()[..]).collect();
-        let params: [&(dyn ToSql + Sync); 4] = [&leases.keys, &leases.owners, &leases.attempts, &HiddenParam(journals)];
+        let written: Vec<&[u8]> = longest.iter().map(|row| &row.journal.bytes()[..]).collect();
+        let params: [&(dyn ToSql + Sync); 4] = [&leases.keys, &leases.owners, &leases.attempts, &HiddenParam(written)];
         let bytes = longest.iter().map(|row| Self::bytes(row)).sum();
         let answer = self.0.rows(&self.0.sql.append_many, &params, Effect::Records(bytes)).await?;
-        let mut written = vec![false; rows.len()];
-        for (places, is_written) in attempts.iter().zip(sql::answered(&answer, longest.len())) {
-            for place in *places {
-                written[*place] = is_written;
-            }
-        }
-        Ok(written)
+        Ok(journals.answers(sql::answered(&answer, longest.len())))
     }
 }
 
@@ -347,7 +312,7 @@ impl Work for JournalWrites {
     }
 
     fn bytes(row: &JournalRow) -> usize {
-        row.lease.key.as_str().len() + row.journal.bytes().len() + 80
+        row.bytes()
     }
 
     async fn one(&self, row: &JournalRow) -> Result<bool, OpFailure> {
@@ -433,14 +398,6 @@ impl Work for SentMarks {
 /// Ends of attempts, as a kind of [`Work`].
 pub(super) struct EndWrites(Arc<StatementPool>);
 
-/// The end of one attempt.
-pub(super) struct EndRow {
-    pub(super) key: Key,
-    pub(super) record: Record,
-    pub(super) refund: i64,
-    pub(super) ttl: Duration,
-}
-
 impl EndWrites {
     pub(super) fn new(server: Arc<StatementPool>) -> Self {
         Self(server)
@@ -496,7 +453,7 @@ impl Work for EndWrites {
     }
 
     fn bytes(end: &EndRow) -> usize {
-        end.key.as_str().len() + end.record.state.result().map_or(0, StoredResult::stored_bytes) + 80
+        end.bytes()
     }
 
     async fn one(&self, end: &EndRow) -> Result<bool, OpFailure> {
@@ -506,17 +463,8 @@ impl Work for EndWrites {
 
     async fn many(&self, ends: &[QueuedOp<Self>]) -> Result<Vec<bool>, OpFailure> {
         let ends: Vec<&EndRow> = ends.iter().map(|it| &it.operation).collect();
-        let order = by_key(&ends, |it| it.key.as_str());
         let mut done = vec![false; ends.len()];
-        // If a batch has several ends for one key, separate statements write them in order: within one statement, any
-        // end could win.
-        let groups: Vec<&[usize]> = order.chunk_by(|a, b| ends[*a].key == ends[*b].key).collect();
-        let mut turn = 0;
-        loop {
-            let some: Vec<usize> = groups.iter().filter_map(|group| group.get(turn).copied()).collect();
-            if some.is_empty() {
-                return Ok(done);
-            }
+        for (turn, some) in in_turns(&ends).into_iter().enumerate() {
             let distinct: Vec<&EndRow> = some.iter().map(|i| ends[*i]).collect();
             let ended = match self.distinct(&distinct).await {
                 // The failure answers all ends of the batch, also those that an earlier statement has written.
@@ -526,7 +474,7 @@ impl Work for EndWrites {
             for (i, was_done) in some.iter().zip(ended) {
                 done[*i] = was_done;
             }
-            turn += 1;
         }
+        Ok(done)
     }
 }
