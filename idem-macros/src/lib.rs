@@ -114,7 +114,8 @@ use crate::validate::Call;
 ///
 /// The same key under two scopes names two operations. The default scope is the module path and function name: if the
 /// function moves or is renamed, its keys change. A written scope, `scope = "ship_order"`, stays the same. The scope is
-/// a string literal, or `concat!(..)` or `stringify!(..)` of literals in a macro of yours.
+/// a string literal, or `concat!(..)` or `stringify!(..)` of literals in a macro of yours. Scopes that begin with
+/// `idem::` belong to the library, and do not compile.
 ///
 /// Only a plain function has a default scope. A function in an `impl` or a `trait` has to name its scope, because
 /// functions with the same name in one module would share a default scope, and would replay each other's results. A

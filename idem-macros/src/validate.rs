@@ -435,6 +435,12 @@ fn scope_name(scope: LitStr) -> syn::Result<LitStr> {
     if text.contains(char::is_control) {
         return fail(scope, "a `scope` has no control characters; write a printable separator such as `::`");
     }
+    if text.starts_with("idem::") {
+        return fail(
+            scope,
+            "scopes that begin with `idem::` belong to the library; write for example `scope = \"orders\"`",
+        );
+    }
     Ok(scope)
 }
 

@@ -20,7 +20,7 @@ use crate::codec::Codec;
 use crate::engine::reconciliation::settle;
 use crate::engine::{ErrorRule, Reconciliation, RecordResults, RecordValues, Recorder, Run, typed_call};
 use crate::error::Error;
-use crate::key::{Key, KeyBuilder, KeyError, KeyPart, is_scope};
+use crate::key::{Key, KeyBuilder, KeyError, KeyPart, is_reserved, is_scope};
 use crate::policy::{OnError, RecoveryPolicy};
 use crate::store::Store;
 
@@ -60,9 +60,10 @@ pub const fn scope(name: &'static str, shared: bool) -> Scope {
 /// Returns the name of a scope that a macro made. The name is checked when the caller is compiled.
 ///
 /// # Panics
-/// If `name` is not a valid scope.
+/// If `name` is not a valid scope, or belongs to the library.
 pub const fn scope_name(name: &'static str) -> &'static str {
     assert!(is_scope(name), "a scope has 1 to 200 bytes, without `/` and control characters");
+    assert!(!is_reserved(name), "scopes that begin with `idem::` belong to the library");
     name
 }
 
@@ -574,7 +575,7 @@ impl<T, E: From<Error>, R: Recorder<T, E>> ProtectedCall<Operation, T, E, R> {
     }
 }
 
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 impl<C, T, E, R> ProtectedCall<Operation<RecordValues<Json>, crate::within::InTransaction<'_, C>>, T, E, R>
 where
     C: crate::within::TransactionStore,

@@ -183,7 +183,7 @@ impl Resender {
 /// Returns the key of the lease under which the messages of `key` are sent: as long as any key may be, its text is
 /// hashed.
 fn lease_key(key: &Key) -> Result<Key, KeyError> {
-    Key::new(SCOPE, crate::key::child_key("", key, SCOPE))
+    Key::of_library(SCOPE, crate::key::child_key("", key, SCOPE))
 }
 
 impl fmt::Debug for Resender {

@@ -8,7 +8,7 @@ use serde::Serialize;
 use sha2::{Digest, Sha256};
 
 use super::json::{self, JsonDefect, JsonMembers};
-use crate::key::{Fingerprint, FingerprintError, Key, KeyBuilder, KeyError, KeyProblem, SumHash, is_scope};
+use crate::key::{Fingerprint, FingerprintError, Key, KeyBuilder, KeyError, SumHash, check_own_scope};
 use crate::sync::SharedOnce;
 
 /// Longest route in a key, in bytes. A hash replaces a longer route, or a caller longer than [`MAX_CALLER_BYTES`].
@@ -38,8 +38,7 @@ const SCOPE: &str = "http";
 /// ```
 pub fn request_key(scope: Option<&str>, method: &str, route: &str, caller: &str, key: &str) -> Result<Key, KeyError> {
     let scope = scope.unwrap_or(SCOPE);
-    let checked = if is_scope(scope) { Ok(()) } else { Err(KeyProblem::InvalidScope) };
-    let mut builder = KeyBuilder::under(scope, checked);
+    let mut builder = KeyBuilder::under(scope, check_own_scope(scope));
     match route.is_empty() {
         true => builder.part(method, Some(':')),
         false => builder.part(&[method, " ", &*bounded(route, MAX_ROUTE_BYTES)].concat(), Some(':')),

@@ -25,7 +25,7 @@ use super::protect::{Classification, ErrorOrigin, PreparedRequest};
 use super::settings::{Caller, ReconcileRule, Settings};
 use super::tasks::{Gate, HandlerTask, HandlerTasks, detach};
 use crate::engine::Reconciliation;
-use crate::key::is_scope;
+use crate::key::{is_reserved, is_scope};
 use crate::policy::{OnStoreError, Policy};
 use crate::store::{Store, StoreExt};
 
@@ -146,11 +146,12 @@ impl IdempotencyLayer {
     /// another request under a used key.
     ///
     /// # Panics
-    /// If the scope has more than 200 bytes, is empty, or holds a `/` or a control character.
+    /// If the scope has more than 200 bytes, is empty, holds a `/` or a control character, or begins with `idem::`.
     #[must_use]
     pub fn scope(self, scope: impl Into<String>) -> Self {
         let scope = scope.into();
         assert!(is_scope(&scope), "a scope has 1 to 200 bytes, without `/` and control characters: {scope:?}");
+        assert!(!is_reserved(&scope), "scopes that begin with `idem::` belong to the library: {scope:?}");
         self.with(|it| it.scope = Some(scope))
     }
 

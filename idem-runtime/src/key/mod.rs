@@ -27,7 +27,7 @@ pub use self::fingerprint::{Fingerprint, FingerprintError, PayloadDigest};
 pub use self::problem::{KeyError, KeyProblem, Site};
 pub use self::scope::Scope;
 use self::scope::check_scope;
-pub(crate) use self::scope::is_scope;
+pub(crate) use self::scope::{check_own_scope, is_reserved, is_scope};
 
 /// Version of the stored form of keys. A change of this form needs a new version *and* a way to find records under the
 /// old version: otherwise an upgrade would silently run old operations again.
@@ -66,8 +66,17 @@ impl Key {
     /// Makes a key from one part. Use [`KeyBuilder`] for several parts.
     ///
     /// # Errors
-    /// [`KeyError`] if the scope isn't valid, if the part is missing, blank or not UTF-8, or if the key is too long.
+    /// [`KeyError`] if the scope isn't valid or begins with `idem::`, if the part is missing, blank or not UTF-8, or if
+    /// the key is too long.
     pub fn new<P: KeyPart>(scope: &str, part: P) -> Result<Self, KeyError> {
+        let mut builder = KeyBuilder::under(scope, check_own_scope(scope));
+        builder.part(&part, None);
+        builder.build()
+    }
+
+    /// Makes a key of a record that the library keeps for itself, in a scope that no key of a user may have.
+    pub(crate) fn of_library(scope: &'static str, part: impl KeyPart) -> Result<Self, KeyError> {
+        debug_assert!(is_reserved(scope), "{scope} may also be the scope of a handler");
         let mut builder = KeyBuilder::under(scope, check_scope(scope));
         builder.part(&part, None);
         builder.build()
@@ -158,7 +167,8 @@ impl Key {
 ///
 /// Control characters are refused: stores treat them differently, so no key contains a control character. A text that
 /// begins with the namespace of a store is refused too; [`Operator::key`](crate::operator::Operator::key) accepts such
-/// a text. A key whose scope is `1`, or ends with `:1`, must be given in its stored form.
+/// a text. A key whose scope is `1`, or ends with `:1`, must be given in its stored form. The scopes of the library
+/// (`idem::steps`) are accepted here only, so that an operator can look at their records.
 ///
 /// ```
 /// use idem_runtime::Key;

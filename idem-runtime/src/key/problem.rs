@@ -7,6 +7,8 @@ use std::panic::Location;
 pub(super) const MAX_BYTES: usize = 1024;
 /// Length of the longest scope, in bytes.
 pub(super) const MAX_SCOPE_BYTES: usize = 200;
+/// Beginning of the scopes in which the library keeps records of its own.
+pub(super) const RESERVED_PREFIX: &str = "idem::";
 
 /// Location in the user's source code.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -67,6 +69,9 @@ pub enum KeyProblem {
     /// The scope is empty, longer than [`Key::MAX_SCOPE_BYTES`](super::Key::MAX_SCOPE_BYTES), or holds a `/` or a
     /// control character.
     InvalidScope,
+    /// The scope begins with `idem::`. Such scopes belong to the library: a key of yours would share its records with
+    /// the records of steps in transactions (`idem::steps`), or of a resender (`idem::outbox`).
+    ReservedScope,
     /// Two handlers have the same scope, and at least one of them does not declare the scope as shared: one handler
     /// would replay the results of the other.
     #[non_exhaustive]
@@ -93,7 +98,10 @@ impl KeyProblem {
     /// Returns whether the program, not the message, causes the problem. If so, this handler can't build a key for any
     /// message.
     pub const fn is_misconfiguration(&self) -> bool {
-        matches!(self, Self::InvalidScope | Self::SharedScope { .. } | Self::SharedByResults { .. })
+        matches!(
+            self,
+            Self::InvalidScope | Self::ReservedScope | Self::SharedScope { .. } | Self::SharedByResults { .. }
+        )
     }
 }
 
@@ -118,6 +126,9 @@ impl Display for KeyProblem {
             ),
             Self::InvalidScope => {
                 write!(f, "the scope must have 1 to {MAX_SCOPE_BYTES} bytes, without `/` and control characters")
+            }
+            Self::ReservedScope => {
+                write!(f, "scopes that begin with `{RESERVED_PREFIX}` belong to the library; write another scope")
             }
             Self::SharedScope { other, this } => write!(
                 f,

@@ -1,13 +1,14 @@
 //! Scopes: the names of handlers in keys.
 
-use super::problem::{KeyProblem, MAX_SCOPE_BYTES, Site};
+use super::problem::{KeyProblem, MAX_SCOPE_BYTES, RESERVED_PREFIX, Site};
 use crate::sync::{SharedList, SharedOnce};
 
 /// Name of a handler in its keys. The attribute makes one `static` scope for each handler.
 ///
 /// In one process, the first handler that uses a scope claims the scope. Another handler with the same scope is refused
-/// with [`KeyProblem::SharedScope`], unless both scopes are [`shared`](Scope::shared). The scope of a key from
-/// [`Key::new`](super::Key::new) is not checked, because no handler makes this key.
+/// with [`KeyProblem::SharedScope`], unless both scopes are [`shared`](Scope::shared). A key from
+/// [`Key::new`](super::Key::new) claims no scope, because no handler makes this key. Scopes that begin with `idem::`
+/// belong to the library, and are refused with [`KeyProblem::ReservedScope`].
 #[derive(Debug)]
 pub struct Scope {
     pub(super) name: &'static str,
@@ -71,7 +72,7 @@ impl Scope {
         /// All scopes that handlers of this process have claimed, in 32 lists. The sum of a scope's bytes selects its
         /// list, so that a search reads few scopes.
         static CLAIMED: [SharedList<ScopeClaim>; 32] = [const { SharedList::new() }; 32];
-        check_scope(self.name)?;
+        check_own_scope(self.name)?;
         let handler = if self.attribute { Some(std::ptr::from_ref(self).addr()) } else { None };
         let claim = ScopeClaim { name: self.name, site: self.site, handler, shared: self.shared };
         let sum = self.name.bytes().fold(0, u8::wrapping_add);
@@ -114,10 +115,29 @@ pub(super) fn check_scope(scope: &str) -> Result<(), KeyProblem> {
     if is_scope(scope) { Ok(()) } else { Err(KeyProblem::InvalidScope) }
 }
 
+/// Returns whether `scope` belongs to the library, which keeps records of its own there.
+pub(crate) const fn is_reserved(scope: &str) -> bool {
+    let (bytes, prefix) = (scope.as_bytes(), RESERVED_PREFIX.as_bytes());
+    let mut at = 0;
+    while at < prefix.len() {
+        if at >= bytes.len() || bytes[at] != prefix[at] {
+            return false;
+        }
+        at += 1;
+    }
+    true
+}
+
+/// Checks that a key of the user may have this scope. A parsed key may have any scope, because an operator also looks
+/// at the records of the library.
+pub(crate) fn check_own_scope(scope: &str) -> Result<(), KeyProblem> {
+    if is_reserved(scope) { Err(KeyProblem::ReservedScope) } else { check_scope(scope) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::key::KeyBuilder;
+    use crate::key::{Key, KeyBuilder};
 
     #[track_caller]
     fn claim(scope: &Scope, result: &'static str) -> Result<(), KeyProblem> {
@@ -186,6 +206,30 @@ mod tests {
         // Equal type names at different addresses denote the same type.
         let text: &'static str = String::from("alloc::string::String").leak();
         assert_eq!(claim(&SCOPE, text), Ok(()));
+    }
+
+    #[test]
+    fn a_scope_of_the_library_is_refused() {
+        for name in ["idem::", "idem::steps", "idem::outbox", "idem::later", "idem::a/b"] {
+            let refused = KeyProblem::ReservedScope;
+            assert_eq!(claim(&Scope::named(name), "u8"), Err(refused.clone()), "{name}");
+            assert_eq!(claim(&Scope::shared(name), "u8"), Err(refused.clone()), "{name}");
+            assert_eq!(Key::new(name, 1).map_err(|error| error.problem), Err(refused.clone()), "{name}");
+            assert!(refused.is_misconfiguration());
+        }
+        for name in ["idem", "idem:", "idem:steps", "idem-doctor", "Idem::steps", "my::idem::steps", "idem_steps"] {
+            assert!(Key::new(name, 1).is_ok(), "{name}");
+        }
+        let shown = Key::new("idem::steps", 1).unwrap_err().to_string();
+        assert!(shown.contains("`idem::steps`") && shown.contains("belong to the library"), "{shown}");
+    }
+
+    #[test]
+    fn a_key_of_the_library_can_be_read_back() {
+        let key = Key::of_library("idem::steps", "order:42").unwrap();
+        assert_eq!(key.scope(), "idem::steps");
+        assert_eq!(key.as_str().parse(), Ok(key.clone()));
+        assert_eq!(key.to_string().parse(), Ok(key));
     }
 
     #[test]
