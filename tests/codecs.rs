@@ -14,17 +14,19 @@ use futures::FutureExt;
 use idem_runtime::__stored::replay;
 use idem_runtime::codec::{CodecName, ResultProblem, check_round_trip};
 use idem_runtime::operator::Resolution;
+use idem_runtime::policy::StepPolicy;
 use idem_runtime::record::{Record, State, StoredResult};
-use idem_runtime::store::Finish;
+use idem_runtime::store::{Finish, Journal, JournaledStep, Reservation, ReserveRequest, Verdict};
 use idem_runtime::{
     Codec, CodecError, Disposition, Error, Json, Key, MemoryStore, MessagePack, OnUndecodable, Operation, Outcome,
-    Policy, Postcard, Refusal, Store, Undecodable, observe,
+    Policy, Postcard, Refusal, Store, StoreExt, Undecodable, current, observe,
 };
 use proptest::prelude::*;
 use serde::de::{DeserializeOwned, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-const POLICY: Policy = Policy::new(Duration::from_secs(3600));
+const TTL: Duration = Duration::from_secs(3600);
+const POLICY: Policy = Policy::new(TTL);
 
 // ---- Round trips -----------------------------------------------------------------------------------------------------
 
@@ -288,6 +290,107 @@ fn every_codec_writes_the_bytes_of_its_golden_file() {
     pin::<Json>(include_str!("golden/codec-json.txt"));
     pin::<MessagePack>(include_str!("golden/codec-msgpack.txt"));
     pin::<Postcard>(include_str!("golden/codec-postcard.txt"));
+}
+
+/// Runs a handler whose steps leave each kind of entry in the journal, first without and then with inputs. Returns the
+/// journal of its unfinished operation.
+async fn unfinished_journal() -> Journal {
+    /// JSON has no keys like these.
+    fn no_json() -> BTreeMap<Vec<u8>, u8> {
+        BTreeMap::from([(vec![1], 1)])
+    }
+    let store = MemoryStore::new();
+    let operation = Operation::new(&store, Key::new("pay", "42"), POLICY);
+    let body = async {
+        let attempt = current()?;
+        attempt.set_step_policy(StepPolicy::new().max_value_bytes(20));
+        let lost = async || Err::<u8, _>(Error::NoAttempt);
+        for with_inputs in [false, true] {
+            let step = |name: &'static str| {
+                let step = attempt.step((name, with_inputs));
+                if with_inputs { step.fingerprint(&("inputs", 7)) } else { step }
+            };
+            step("stored").run(async |_| Ok::<_, Error>("a value".to_owned())).await?;
+            step("too large").run(async |_| Ok::<_, Error>("x".repeat(300))).await?;
+            step("unencodable").run(async |_| Ok::<_, Error>(no_json())).await?;
+            let _ = step("begun").fail().uncertain_errors().run(async |_| lost().await).await;
+            let _ = step("undone").fail().run(async |_| lost().await).await;
+        }
+        lost().await
+    };
+    operation.run(body).await.unwrap_err();
+    let found = store.operator().inspect(&"pay/42".parse().unwrap()).await.unwrap().expect("a record");
+    found.record.journal.expect("a journal")
+}
+
+/// Returns the stored value of an operation whose policy keeps its journal.
+async fn kept_journal() -> StoredResult {
+    let store = MemoryStore::new();
+    let body = async {
+        current()?.set_step_policy(StepPolicy::new().keep());
+        current()?.step("charge").fingerprint(&7).run(async |_| Ok::<_, Error>(17)).await
+    };
+    assert_eq!(Operation::new(&store, Key::new("pay", "42"), POLICY).run(body).await.unwrap(), 17);
+    let found = store.inspect(&"pay/42".parse().unwrap()).await.unwrap().expect("a record");
+    found.record.state.result().expect("a result").clone()
+}
+
+/// Returns name, state, value and inputs of each step.
+fn told(steps: &[JournaledStep]) -> Vec<String> {
+    let value = |step: &JournaledStep| match step.value() {
+        Some(StoredResult::Encoded { codec, bytes }) => format!("{} {bytes:?}", codec.as_str()),
+        other => format!("{other:?}"),
+    };
+    let said = |step: &JournaledStep| {
+        format!("{} {} {} {} {}", step.name(), step.attempt(), step.state(), value(step), step.inputs().is_some())
+    };
+    steps.iter().map(said).collect()
+}
+
+#[tokio::test]
+async fn journals_and_kept_journals_have_the_bytes_of_their_golden_file() {
+    let hex = |bytes: &[u8]| bytes.iter().fold(String::new(), |hex, byte| format!("{hex}{byte:02x}"));
+    let journal = unfinished_journal().await;
+    let StoredResult::Encoded { codec, bytes } = kept_journal().await else { panic!("a stored result") };
+    let written = format!("journal {}\n{} {}\n", hex(journal.bytes()), codec.as_str(), hex(&bytes));
+    if std::env::var_os("IDEM_GOLDEN").is_some() {
+        std::fs::write(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/journal-v1.txt"), &written)
+            .unwrap();
+    }
+    let golden = include_str!("golden/journal-v1.txt");
+    assert_eq!(written, golden, "a released format never changes: give a new format a new version");
+
+    // The pinned bytes are read: each kind of entry, without and with inputs.
+    let pinned: Vec<Vec<u8>> = golden
+        .lines()
+        .map(|line| {
+            let text = line.split_once(' ').expect("a name, and bytes in hexadecimal").1;
+            (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect()
+        })
+        .collect();
+    let steps = Journal::new(pinned[0].clone()).unwrap().steps().unwrap();
+    let expected = [false, true].map(|inputs| {
+        [
+            format!("stored[{inputs}] 1 ended json b\"\\\"a value\\\"\" {inputs}"),
+            format!("too large[{inputs}] 1 ended Some(TooLarge(302 bytes)) {inputs}"),
+            format!("unencodable[{inputs}] 1 ended Some(Unencodable) {inputs}"),
+            format!("begun[{inputs}] 1 in doubt None {inputs}"),
+            format!("undone[{inputs}] 1 undone None {inputs}"),
+        ]
+    });
+    assert_eq!(told(&steps), expected.concat());
+
+    // A record with the pinned value is replayed, and its steps are found.
+    let store = MemoryStore::new();
+    let key: Key = "pay/kept".parse().unwrap();
+    let request = ReserveRequest::new(key.clone(), store.context().new_owner(), TTL, TTL);
+    let Reservation::Granted { lease, .. } = store.reserve(&request).await.unwrap() else { panic!("granted") };
+    let finish = Finish::Completed(StoredResult::Encoded { codec, bytes: pinned[1].clone().into() });
+    assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
+    let never = async || -> Result<u32, Error> { panic!("the operation has finished") };
+    assert_eq!(Operation::new(&store, Ok(key.clone()), POLICY).run(never()).await.unwrap(), 17);
+    let found = store.operator().inspect(&key).await.unwrap().expect("a record");
+    assert_eq!(told(&found.steps().unwrap()), ["charge 1 ended json b\"17\" true"]);
 }
 
 // ---- A type that changes -----------------------------------------------------------------------------------------------

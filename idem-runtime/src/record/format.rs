@@ -177,7 +177,7 @@ pub(crate) fn write(record: &Record, out: &mut Vec<u8>) {
     match &record.state {
         State::Completed(StoredResult::Encoded { codec, bytes })
         | State::Failed(StoredResult::Encoded { codec, bytes }) => {
-            let name = codec.as_str().as_bytes();
+            let name = codec.as_bytes();
             out.push(u8::try_from(name.len()).unwrap_or_default());
             out.extend_from_slice(name);
             out.extend_from_slice(bytes);
@@ -216,7 +216,7 @@ fn tag(payload: &StoredResult) -> u8 {
 
 fn room(payload: &StoredResult) -> usize {
     match payload {
-        StoredResult::Encoded { codec, bytes } => 1 + codec.as_str().len() + bytes.len(),
+        StoredResult::Encoded { codec, bytes } => 1 + codec.as_bytes().len() + bytes.len(),
         StoredResult::TooLarge { .. } => 8,
         _ => 0,
     }

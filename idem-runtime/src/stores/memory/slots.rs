@@ -166,7 +166,7 @@ impl Form {
         let written;
         let (form, name, rest): (u8, &[u8], &[u8]) = match payload {
             StoredResult::Encoded { codec, bytes } => {
-                let name = codec.as_str().as_bytes();
+                let name = codec.as_bytes();
                 (u8::try_from(name.len()).unwrap_or_default(), name, bytes)
             }
             StoredResult::TooLarge { size } => {
