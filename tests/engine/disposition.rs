@@ -369,3 +369,21 @@ async fn retry_pauses_grow_and_differ_by_key_without_a_delivery_number() {
         assert!(first.len() > 3, "{kind}: {first:?}");
     }
 }
+
+#[tokio::test]
+async fn the_pauses_of_many_keys_that_fail_in_turn_grow() {
+    const KEYS: usize = 60;
+    let world = World::new();
+    let keys: Vec<_> = (0..KEYS).map(|n| World::key(&format!("fails {n}"))).collect();
+    let mut last = vec![Duration::ZERO; KEYS];
+    for _ in 0..8 {
+        for (key, pause) in keys.iter().zip(&mut last) {
+            let operation = Operation::new(&world.store, Ok(key.clone()), POLICY.mode(Mode::Off));
+            let call = operation.run(async { Err::<(), _>(Failure::Declined(1)) });
+            let Disposition::Retry { after } = observe(call).await.1.disposition() else { panic!("it failed") };
+            *pause = after;
+        }
+    }
+    let short: Vec<_> = last.iter().filter(|pause| **pause < Duration::from_secs(60)).collect();
+    assert!(short.is_empty(), "{} of {KEYS} keys: {short:?}", short.len());
+}
