@@ -72,6 +72,9 @@ pub(crate) fn add_to(object: &mut Value, found: &Inspection, listed: bool, value
             object["steps"] = Value::Null;
             object["steps_in_doubt"] = Value::Null;
             object["journal_damage"] = error.to_string().into();
+            if listed {
+                object["journal"] = Value::Null;
+            }
             return;
         }
     };

@@ -215,7 +215,8 @@ impl HeldAttempt {
             );
         }
         let Some((step, attempt)) = unreached.into_iter().next().filter(|_| is_strict) else { return Ok(()) };
-        let error = Error::Step { key: key.clone(), store, step, problem: StepProblem::NotReached { attempt } };
+        let problem = StepProblem::NotReached { attempt };
+        let error = Error::Step { key: key.clone(), store, step: (*step).into(), problem };
         // The error tells the caller what happened, so the drop must not report the call as cancelled.
         self.on_uncertain = None;
         Err(error)
@@ -267,6 +268,12 @@ impl HeldAttempt {
     pub(super) fn seal_messages(&self) -> Option<UnsentMessages> {
         let Attempt { store, lease, .. } = self.attempt();
         store.context().leases().seal_messages(lease.owner)
+    }
+
+    /// Returns whether the store has published the messages of the body together with its finished record.
+    pub(super) fn have_messages_left(&self) -> bool {
+        let Attempt { store, lease, .. } = self.attempt();
+        store.context().leases().have_messages_left(lease.owner)
     }
 
     /// Ends the renewals of an attempt whose end is recorded. Returns the attempt.

@@ -58,7 +58,11 @@ pub(super) struct Tries<'a> {
 
 impl<'a> Tries<'a> {
     pub(super) fn new(store: &'a dyn Store, lease: &'a Lease, confirmed_at: Instant) -> Self {
-        let began = store.context().clock().now();
+        Self::since(store.context().clock().now(), store, lease, confirmed_at)
+    }
+
+    /// Makes tries of which the first was made at `began`.
+    pub(super) fn since(began: Instant, store: &'a dyn Store, lease: &'a Lease, confirmed_at: Instant) -> Self {
         Self { store, lease, confirmed_at, began, pause: FIRST_PAUSE, outlasts: None, under_way: None }
     }
 

@@ -41,7 +41,7 @@ pub enum StepProblem {
     /// An earlier attempt ran the step with other inputs. The body of the step did not run again.
     #[non_exhaustive]
     OtherInputs {
-        /// Number of the attempt that ran the step.
+        /// Number of the attempt that ran the step. For a step in a transaction: of the attempt in its record.
         attempt: u32,
         /// Fingerprint of the inputs in the journal; `None` if the step had no fingerprint.
         recorded: Option<Box<Fingerprint>>,
@@ -52,7 +52,7 @@ pub enum StepProblem {
     /// again.
     #[non_exhaustive]
     ValueUnavailable {
-        /// Number of the attempt that ran the step.
+        /// Number of the attempt that ran the step. For a step in a transaction: of the attempt in its record.
         attempt: u32,
         /// Reason why there is no value.
         problem: Box<ResultProblem>,
@@ -73,7 +73,8 @@ pub enum StepProblem {
         /// Time until the reconciler may know more.
         ask_again: Duration,
     },
-    /// The body of the step ran for longer than its time limit and was dropped. Its effect may have happened.
+    /// The body of the step ran for longer than its time limit and was dropped. Its effect may have happened; for a
+    /// step in a transaction, the writes of the body are undone.
     #[non_exhaustive]
     TimedOut {
         /// Time limit of the step.

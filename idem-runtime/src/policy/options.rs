@@ -47,7 +47,8 @@ pub enum OnStoreError {
     #[default]
     Fail,
     /// Runs the body unprotected, and the [`Outcome`](crate::Outcome) reports the failure of the store. If the store
-    /// fails while a call waits for another attempt, the call runs the body when its wait is over.
+    /// fails while a call waits for another attempt, the call runs the body when its wait is over. In a transaction
+    /// that can only be rolled back ([`Aborted`](crate::StoreErrorKind::Aborted)) the body never runs.
     Run,
 }
 

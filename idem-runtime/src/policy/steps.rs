@@ -55,7 +55,8 @@ impl StepPolicy {
     }
 
     /// Sets the limit of the steps of an operation (default: 1 000). A step beyond the limit does not run:
-    /// [`StepProblem::TooMany`](crate::step::StepProblem::TooMany).
+    /// [`StepProblem::TooMany`](crate::step::StepProblem::TooMany). A journal with 8 000 entries takes no further step,
+    /// whatever the limit.
     #[must_use]
     pub const fn max_steps(self, max_steps: usize) -> Self {
         Self { max_steps, ..self }

@@ -20,7 +20,7 @@ use bytes::Bytes;
 #[cfg(any(feature = "compressed", feature = "offloaded"))]
 use super::Finish;
 use super::messages::UnsentMessages;
-use super::{Journal, StoredResult};
+use super::{Journal, JournalError, StoredResult};
 use crate::codec::CodecName;
 
 const VERSION: u8 = 1;
@@ -33,6 +33,12 @@ const WITH_MESSAGES: CodecName = CodecName::new(MESSAGES_CODEC.as_bytes()).expec
 
 /// Name of that codec.
 pub(crate) const MESSAGES_CODEC: &str = "idem:outbox";
+
+/// Codec name in a record with a compressed result. A store without the wrapper reads this name, too.
+pub(crate) const COMPRESSED: CodecName = CodecName::new(b"idem:zstd").expect("a valid name");
+
+/// Codec name in a record whose result is in an object.
+pub(crate) const OFFLOADED: CodecName = CodecName::new(b"idem:object").expect("a valid name");
 
 /// First bytes of an envelope with messages, in hexadecimal digits: version and form.
 #[cfg(feature = "postgres")]
@@ -49,7 +55,6 @@ const UNENCODABLE: u8 = 2;
 pub(crate) enum Form {
     /// The unchanged result, in an envelope. This form is needed if the result has the codec name of the envelope (from
     /// a nested wrapper, for example): a reader would take such a result for an envelope.
-    #[cfg(any(feature = "compressed", feature = "offloaded"))]
     AsItWas = 0,
     #[cfg(feature = "compressed")]
     Zstd = 1,
@@ -75,12 +80,12 @@ pub(crate) struct Envelope {
 
 /// Returns the size of the envelope's header, in bytes.
 pub(crate) fn header_bytes(codec: &CodecName) -> usize {
-    3 + codec.as_str().len() + 8
+    3 + codec.as_bytes().len() + 8
 }
 
 /// Writes an envelope.
 pub(crate) fn seal(form: Form, codec: &CodecName, size: u64, rest: &[&[u8]]) -> Bytes {
-    let name = codec.as_str().as_bytes();
+    let name = codec.as_bytes();
     let len = header_bytes(codec) + rest.iter().map(|part| part.len()).sum::<usize>();
     let mut out = Vec::with_capacity(len);
     out.extend_from_slice(&[VERSION, form as u8, u8::try_from(name.len()).unwrap_or_default()]);
@@ -161,6 +166,29 @@ impl StoredResult {
                 (Cow::Owned(Self::Encoded { codec, bytes }), Journal::new(rest))
             }
             _ => (Cow::Owned(unreadable("its envelope is damaged")), None),
+        }
+    }
+
+    /// Returns the reason why a journal that may be stored with this result can't be read here: a wrapper has stored
+    /// both in another form, or the result itself can't be read. `None` if no journal is hidden: the envelope of a
+    /// wrapper names the codec of its content.
+    pub(crate) fn hidden_journal(&self) -> Option<JournalError> {
+        let (mut codec, mut bytes) = match self {
+            Self::Encoded { codec, bytes } => (*codec, bytes.clone()),
+            Self::Unreadable { .. } => return Some(JournalError::UnreadableResult),
+            _ => return None,
+        };
+        loop {
+            let hidden = match codec {
+                COMPRESSED => JournalError::Compressed,
+                OFFLOADED => JournalError::Offloaded,
+                _ => return None,
+            };
+            let Ok(Envelope { form, codec: content, rest, .. }) = open(&bytes) else { return Some(hidden) };
+            if form != Form::AsItWas as u8 {
+                return [WITH_JOURNAL, COMPRESSED, OFFLOADED].contains(&content).then_some(hidden);
+            }
+            (codec, bytes) = (content, rest);
         }
     }
 

@@ -50,6 +50,24 @@ impl Journal {
         &self.0
     }
 
+    /// Makes the journal that continues `earlier` with `entries`; `None` if it has no entry.
+    pub(crate) fn continued<'a>(
+        earlier: Option<&Self>,
+        entries: impl Iterator<Item = &'a JournalEntry> + Clone,
+    ) -> Option<Self> {
+        let added: usize = entries.clone().map(JournalEntry::written_bytes).sum();
+        if added == 0 {
+            return earlier.cloned();
+        }
+        let mut written = Vec::with_capacity(earlier.map_or(1, |earlier| earlier.0.len()) + added);
+        match earlier {
+            Some(earlier) => written.extend_from_slice(earlier.bytes()),
+            None => written.push(VERSION),
+        }
+        entries.for_each(|entry| entry.write(&mut written));
+        Self::new(written)
+    }
+
     /// Returns the later journal of `self` and `other`, two journals that one attempt has sent to the store.
     #[must_use]
     pub fn later(self, other: Self) -> Self {
@@ -87,6 +105,14 @@ pub enum JournalError {
     LaterVersion(u8),
     /// The journal is damaged.
     Damaged,
+    /// The result was compressed by the wrapper `Compressed`, and so was a journal that is kept with the result. The
+    /// store was read without this wrapper.
+    Compressed,
+    /// The result is in an object of the wrapper `Offloaded`, and so is a journal that is kept with the result. The
+    /// store was read without this wrapper.
+    Offloaded,
+    /// The result can't be read, and so can't a journal that may be kept with the result.
+    UnreadableResult,
 }
 
 impl fmt::Display for JournalError {
@@ -97,6 +123,17 @@ impl fmt::Display for JournalError {
                 "the journal has version {version}, and this release reads version {VERSION}; upgrade this process"
             ),
             Self::Damaged => f.write_str("the journal is damaged"),
+            Self::Compressed => f.write_str(
+                "the result is compressed, and any steps kept with it are not readable here; read the record through the \
+                 wrapper `Compressed`",
+            ),
+            Self::Offloaded => f.write_str(
+                "the result is in an object, and any steps kept with it are not readable here; read the record through the \
+                 wrapper `Offloaded`",
+            ),
+            Self::UnreadableResult => {
+                f.write_str("the result can't be read, and neither can any steps that are kept with it")
+            }
         }
     }
 }
@@ -106,7 +143,7 @@ impl std::error::Error for JournalError {}
 /// Progress of one step.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct JournalEntry {
-    pub(crate) name: Box<str>,
+    pub(crate) name: Arc<str>,
     /// Number of the attempt that ran the step.
     pub(crate) attempt: u32,
     /// Fingerprint of the inputs of the step, if it has one.
@@ -161,7 +198,7 @@ impl JournalEntry {
     /// Returns the size of the entry in a journal, or up to 40 bytes more.
     pub(crate) fn written_bytes(&self) -> usize {
         let value = match &self.progress {
-            StepProgress::Ended(StoredResult::Encoded { codec, bytes }) => 1 + codec.as_str().len() + 4 + bytes.len(),
+            StepProgress::Ended(StoredResult::Encoded { codec, bytes }) => 1 + codec.as_bytes().len() + 4 + bytes.len(),
             _ => 0,
         };
         Self::bytes_without_value(&self.name) + value
@@ -183,7 +220,7 @@ impl JournalEntry {
             StepProgress::Begun => out.push(BEGUN),
             StepProgress::Undone => out.push(UNDONE),
             StepProgress::Ended(StoredResult::Encoded { codec, bytes }) => {
-                let codec = codec.as_str().as_bytes();
+                let codec = codec.as_bytes();
                 out.extend_from_slice(&[STORED, u8::try_from(codec.len()).unwrap_or_default()]);
                 out.extend_from_slice(codec);
                 out.extend_from_slice(&u32::try_from(bytes.len()).unwrap_or_default().to_be_bytes());
@@ -203,41 +240,6 @@ impl JournalEntry {
 
 fn taken(rest: &mut Bytes, length: usize) -> Option<Bytes> {
     (length <= rest.len()).then(|| rest.split_to(length))
-}
-
-/// A journal that grows.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct JournalWriter {
-    bytes: Vec<u8>,
-    entries: usize,
-}
-
-impl JournalWriter {
-    /// Makes a writer that continues `journal`, which has this number of entries.
-    pub(crate) fn after(journal: &Journal, entries: usize) -> Self {
-        Self { bytes: journal.bytes().to_vec(), entries }
-    }
-
-    pub(crate) fn add(&mut self, entry: &JournalEntry) {
-        if self.bytes.is_empty() {
-            self.bytes.push(VERSION);
-        }
-        entry.write(&mut self.bytes);
-        self.entries += 1;
-    }
-
-    pub(crate) fn into_bytes(self) -> Vec<u8> {
-        self.bytes
-    }
-
-    /// Returns the size of the journal.
-    pub(crate) fn len(&self) -> usize {
-        self.bytes.len()
-    }
-
-    pub(crate) fn entries(&self) -> usize {
-        self.entries
-    }
 }
 
 #[cfg(test)]
@@ -266,22 +268,17 @@ mod tests {
     }
 
     fn journal(entries: &[JournalEntry]) -> Journal {
-        let mut writer = JournalWriter::default();
-        for entry in entries {
-            writer.add(entry);
-        }
-        Journal::new(writer.into_bytes()).unwrap()
+        Journal::continued(None, entries.iter()).unwrap()
     }
 
     #[test]
     fn a_journal_is_read_back_as_written() {
         let entries = entries();
         assert_eq!(journal(&entries).entries(), Ok(entries.clone()));
-        let mut writer = JournalWriter::after(&journal(&entries[..1]), 1);
-        for entry in &entries[1..] {
-            writer.add(entry);
-        }
-        assert_eq!(Journal::new(writer.into_bytes()), Some(journal(&entries)));
+        let first = journal(&entries[..1]);
+        assert_eq!(Journal::continued(Some(&first), entries[1..].iter()), Some(journal(&entries)));
+        assert_eq!(Journal::continued(Some(&first), [].iter()), Some(first));
+        assert_eq!(Journal::continued(None, [].iter()), None);
     }
 
     #[test]
@@ -301,10 +298,6 @@ mod tests {
     }
 
     fn journal_len(entries: &[JournalEntry]) -> usize {
-        let mut writer = JournalWriter::default();
-        for entry in entries {
-            writer.add(entry);
-        }
-        writer.into_bytes().len().max(1)
+        Journal::continued(None, entries.iter()).map_or(1, |journal| journal.bytes().len())
     }
 }

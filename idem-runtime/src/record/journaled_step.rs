@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::journal::{Journal, JournalEntry, JournalError, JournalWriter, StepProgress};
+use super::journal::{Journal, JournalEntry, JournalError, StepProgress};
 use super::{Inspection, StoredResult};
 use crate::codec::{self, Codec, CodecError, Json};
 use crate::key::Fingerprint;
@@ -197,9 +198,8 @@ impl Journal {
                 max: StepPolicy::DEFAULT_MAX_VALUE_BYTES,
             });
         }
-        let mut writer = JournalWriter::after(self, entries.len());
-        writer.add(&JournalEntry { progress: resolution.0.clone(), ..latest.clone() });
-        Ok(Self::new(writer.into_bytes()).unwrap_or_else(|| self.clone()))
+        let settled = JournalEntry { progress: resolution.0.clone(), ..latest.clone() };
+        Ok(Self::continued(Some(self), [&settled].into_iter()).unwrap_or_else(|| self.clone()))
     }
 
     /// Returns this journal without the entries of `step`, and without the entries of all steps that
@@ -208,28 +208,33 @@ impl Journal {
         let entries = self.entries()?;
         let latest = latest_entries(&entries);
         let from = *latest.get(step).ok_or(StepDecisionError::NoSuchStep)?;
-        let mut writer = JournalWriter::default();
-        for entry in entries.iter().filter(|entry| latest[&entry.name] < from) {
-            writer.add(entry);
-        }
-        Ok(Self::new(writer.into_bytes()))
+        Ok(Self::continued(None, entries.iter().filter(|entry| latest[&entry.name] < from)))
     }
 }
 
 /// Returns the place of the latest entry of each step.
-fn latest_entries(entries: &[JournalEntry]) -> BTreeMap<Box<str>, usize> {
+fn latest_entries(entries: &[JournalEntry]) -> BTreeMap<Arc<str>, usize> {
     entries.iter().enumerate().map(|(at, entry)| (entry.name.clone(), at)).collect()
 }
 
 impl Inspection {
     /// Reads the steps in the journal of the record; see [`Journal::steps`]. The list is empty if the record has no
     /// journal: the journal ends with the operation, unless [`StepPolicy::keep`](crate::policy::StepPolicy::keep) keeps
-    /// it for [`Operator::inspect`](crate::operator::Operator::inspect).
+    /// it beside the result.
     ///
     /// # Errors
-    /// [`JournalError`] if the journal can't be read.
+    /// [`JournalError`] if the journal can't be read, also if a wrapper has stored it in a form that the inspected
+    /// store does not know.
     pub fn steps(&self) -> Result<Vec<JournaledStep>, JournalError> {
-        self.record.journal.as_ref().or(self.kept.as_ref()).map_or_else(|| Ok(Vec::new()), Journal::steps)
+        if let Some(journal) = self.record.journal.as_ref().or(self.kept.as_ref()) {
+            return journal.steps();
+        }
+        let Some((result, kept)) = self.record.state.result().map(StoredResult::parts) else { return Ok(Vec::new()) };
+        match (kept, result.hidden_journal()) {
+            (Some(journal), _) => journal.steps(),
+            (None, Some(error)) => Err(error),
+            (None, None) => Ok(Vec::new()),
+        }
     }
 }
 
@@ -243,12 +248,17 @@ mod tests {
     }
 
     fn journal(entries: &[(&str, u32, StepProgress)]) -> Journal {
-        let mut writer = JournalWriter::default();
-        for (name, attempt, progress) in entries {
-            let inputs = Some(Fingerprint::from_bytes([7; Fingerprint::BYTES]));
-            writer.add(&JournalEntry { name: (*name).into(), attempt: *attempt, inputs, progress: progress.clone() });
-        }
-        Journal::new(writer.into_bytes()).unwrap()
+        let inputs = Some(Fingerprint::from_bytes([7; Fingerprint::BYTES]));
+        let entries: Vec<_> = entries
+            .iter()
+            .map(|&(name, attempt, ref progress)| JournalEntry {
+                name: name.into(),
+                attempt,
+                inputs,
+                progress: progress.clone(),
+            })
+            .collect();
+        Journal::continued(None, entries.iter()).unwrap()
     }
 
     /// Returns the names and states of the steps.

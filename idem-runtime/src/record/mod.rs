@@ -32,7 +32,7 @@ pub use self::decision::Ruling;
 pub(crate) use self::decision::{Action, Decision, DecisionAnswer};
 #[allow(unused_imports, reason = "unused without a store")]
 pub(crate) use self::inspection::Inspection;
-pub(crate) use self::journal::Journal;
+pub(crate) use self::journal::{Journal, JournalError};
 pub(crate) use self::lease::{Lease, LeaseMark};
 pub(crate) use self::owner::{OwnerToken, Owners};
 pub(crate) use self::provenance::Holder;

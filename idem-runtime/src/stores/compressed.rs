@@ -18,8 +18,7 @@ use crate::store::{Store, StoreFuture, forward, store_of_shared};
 use crate::stores::wrapper;
 use crate::sync::SharedOnce;
 
-/// Codec name in a record with a compressed result.
-const CODEC: CodecName = CodecName::new(b"idem:zstd").expect("a valid name");
+const CODEC: CodecName = envelope::COMPRESSED;
 
 /// A wrapper around any store that compresses large results with zstd.
 ///

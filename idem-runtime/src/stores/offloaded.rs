@@ -20,8 +20,7 @@ use crate::store::{StepValues, Store, StoreError, StoreErrorKind, StoreFuture, f
 use crate::stores::wrapper;
 use crate::sync::SharedOnce;
 
-/// Codec name in a record whose result is in an object.
-const CODEC: CodecName = CodecName::new(b"idem:object").expect("a valid name");
+const CODEC: CodecName = envelope::OFFLOADED;
 const DIGEST_BYTES: usize = 32;
 /// First pause between two tries of a call to the object store. The pause doubles up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(10);

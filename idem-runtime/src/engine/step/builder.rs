@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 
 use super::doubt::{Always, FailOnDoubt, Irreversible, Never, ReconcileOnDoubt, RerunOnDoubt, StepDoubt, UncertainIf};
 use super::name::{Step, StepFacts, StepName};
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 use super::run::CommittedStep;
 use super::run::{Retries, StepOptions, StepStart, is_uncertain, start};
 use crate::codec::{Codec, Json};
@@ -111,7 +111,7 @@ impl<C> StepBuilder<RerunOnDoubt, Never, C> {
     }
 }
 
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 impl StepBuilder {
     /// Takes the name of a step whose entry is a record in a transaction. Returns the value of the step instead if an
     /// earlier attempt has journaled it.

@@ -1,6 +1,6 @@
 //! Names of steps, and the handle that the body of a step gets.
 
-use std::fmt;
+use std::fmt::{self, Write as _};
 use std::sync::Arc;
 
 use crate::engine::attempt::Attempt;
@@ -12,7 +12,8 @@ use crate::record::journal::MAX_STEP_NAME_BYTES;
 /// `reserve[<sku>]`. The text has no `[`, so two different pairs never have the same name. A name has at most 256
 /// bytes.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct StepName(Box<str>);
+// Shared: the journal of an attempt holds several copies.
+pub struct StepName(Arc<str>);
 
 impl From<&str> for StepName {
     fn from(name: &str) -> Self {
@@ -23,10 +24,14 @@ impl From<&str> for StepName {
 impl<K: fmt::Display> From<(&str, K)> for StepName {
     fn from((name, key): (&str, K)) -> Self {
         // A bracket in `name` makes the name invalid, as it does in a name without a key.
-        match name.contains('[') {
-            true => Self(Box::default()),
-            false => Self(format!("{name}[{key}]").into()),
+        if name.contains('[') {
+            return Self(Arc::default());
         }
+        // A step of a loop is named each time, so its name is written at once, with room for a number.
+        let mut written = String::with_capacity(name.len() + 22);
+        written.push_str(name);
+        write!(written, "[{key}]").expect("a `Display` that fails also panics in `format!`");
+        Self(written.into())
     }
 }
 
@@ -38,6 +43,11 @@ impl fmt::Display for StepName {
 
 impl StepName {
     pub(super) fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// Returns the name as the journal of an attempt keeps it.
+    pub(super) fn shared(&self) -> &Arc<str> {
         &self.0
     }
 

@@ -17,7 +17,7 @@ use super::doubt::{Reaction, StepDoubt, UncertainIf};
 use super::name::{Step, StepFacts, StepName};
 use crate::clock::Sleep;
 use crate::codec::Codec;
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 use crate::codec::Json;
 use crate::combine::race;
 use crate::engine::attempt::Attempt;
@@ -28,6 +28,8 @@ use crate::engine::recorder::{payload, read};
 use crate::error::{Error, StepProblem};
 use crate::key::{Fingerprint, FingerprintError};
 use crate::metrics::{ScopeCells, StepOutcome, StoreOp};
+#[cfg(feature = "within")]
+use crate::policy::Policy;
 use crate::policy::{Backoff, OnUndecodable};
 use crate::record::journal::{JournalEntry, StepProgress};
 use crate::record::{Lease, OwnerToken, StoredResult, Verdict};
@@ -158,8 +160,7 @@ impl RunningStep {
     /// Makes the future of `body` as the body of this step. It returns `None` if the time limit passes before `body`
     /// has returned.
     pub(super) fn limited<F: Future>(&self, body: F) -> LimitedBody<'_, F> {
-        let sleep = self.timeout.map(|timeout| self.step.attempt().store.context().clock().sleep(timeout));
-        LimitedBody { step: &self.step, sleep, body }
+        LimitedBody::new(&self.step, self.timeout, body)
     }
 
     /// Ends the step after its body has ended, or has run into its time limit (`None`). Returns `None` if the body runs
@@ -217,8 +218,7 @@ impl RunningStep {
     }
 
     fn timed_out(&mut self) -> Error {
-        let (timeout, retry_after) = (self.timeout.unwrap_or_default(), self.step.attempt().pause());
-        failed(&self.step, &mut self.tally, StepProblem::TimedOut { timeout, retry_after })
+        timed_out(&self.step, &mut self.tally, self.timeout)
     }
 
     /// Returns the error of a step whose body can't run.
@@ -244,6 +244,13 @@ pin_project! {
         sleep: Option<Sleep>,
         #[pin]
         body: F,
+    }
+}
+
+impl<'a, F> LimitedBody<'a, F> {
+    fn new(step: &'a Step, timeout: Option<Duration>, body: F) -> Self {
+        let sleep = timeout.map(|timeout| step.attempt().store.context().clock().sleep(timeout));
+        Self { step, sleep, body }
     }
 }
 
@@ -275,26 +282,28 @@ fn poll_limited<T>(
 }
 
 /// A step that has to run, and whose entry is a record in a transaction of the user.
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 pub(crate) struct CommittedStep {
     step: Step,
     inputs: Option<Result<Fingerprint, FingerprintError>>,
+    timeout: Option<Duration>,
+    on_undecodable: OnUndecodable,
     claim: Claim,
     tally: Tally,
 }
 
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 impl CommittedStep {
     /// Takes the name of the step. Returns the value of the step instead if an earlier attempt has journaled it.
     pub(super) async fn begin<T: DeserializeOwned>(options: StepOptions) -> Result<Result<T, Self>, Error> {
-        let StepOptions { step, inputs, on_undecodable, .. } = options;
+        let StepOptions { step, inputs, timeout, on_undecodable } = options;
         let step = Step(Arc::new(step));
         let mut tally = Tally::new(step.attempt());
         match begin(&step, &mut tally, inputs.clone())? {
             ClaimedStep::Runs(claim) => match claim.in_doubt_since() {
                 // An earlier version of the handler has begun the step outside of a transaction.
                 Some(attempt) => Err(failed(&step, &mut tally, StepProblem::Interrupted { attempt })),
-                None => Ok(Err(Self { step, inputs, claim, tally })),
+                None => Ok(Err(Self { step, inputs, timeout, on_undecodable, claim, tally })),
             },
             ClaimedStep::Ended { claim, attempt, value } => {
                 replay::<Json, T>(&step, &mut tally, claim, (attempt, value), on_undecodable).await.map(Ok)
@@ -316,9 +325,18 @@ impl CommittedStep {
         self.inputs.clone()
     }
 
-    /// Polls `body` as the body of this step.
-    pub(crate) async fn inside<F: Future>(&self, body: F) -> F::Output {
-        inside(&self.step, body).await
+    /// Returns the policy of the record of the step.
+    pub(crate) fn policy(&self) -> Policy {
+        let policy = Policy::new(self.step.attempt().lease.ttl).on_undecodable(self.on_undecodable);
+        match &self.claim.place {
+            Some(place) => policy.max_result_bytes(place.journal.policy().max_value_bytes),
+            None => policy,
+        }
+    }
+
+    /// Polls `body` as the body of this step. Returns `None` if the time limit passes before `body` has returned.
+    pub(crate) async fn limited<F: Future>(&self, body: F) -> Option<F::Output> {
+        LimitedBody::new(&self.step, self.timeout, body).await
     }
 
     /// Ends the step, whose name stays taken. `replayed`: whether its record in the transaction had its value.
@@ -332,6 +350,32 @@ impl CommittedStep {
     /// Ends the step without a value. The drop gives the name back.
     pub(crate) fn failed(mut self) {
         self.tally.outcome = StepOutcome::Failed;
+    }
+
+    /// Ends the step after its body has run into its time limit. The drop gives the name back.
+    pub(crate) fn timed_out(mut self) -> Error {
+        let error = timed_out(&self.step, &mut self.tally, self.timeout);
+        self.tally.outcome = StepOutcome::Failed;
+        error
+    }
+
+    /// Ends the step with `error`, the error of its call in the transaction. Returns the error of the step. The drop
+    /// gives the name back.
+    pub(crate) fn refused(mut self, error: Error) -> Error {
+        let problem = match (error, &self.inputs) {
+            (Error::FingerprintMismatch { attempt, payloads, .. }, Some(Ok(presented))) => {
+                let recorded = payloads.recorded.map(Box::new);
+                StepProblem::OtherInputs { attempt, recorded, presented: Box::new(*presented) }
+            }
+            (Error::ResultUnavailable { attempt, problem, .. }, _) => {
+                StepProblem::ValueUnavailable { attempt, problem: Box::new(problem) }
+            }
+            (error, _) => {
+                self.tally.outcome = StepOutcome::Failed;
+                return error;
+            }
+        };
+        failed(&self.step, &mut self.tally, problem)
     }
 }
 
@@ -359,6 +403,12 @@ async fn replay<C: Codec, T: DeserializeOwned>(
     tally.outcome = StepOutcome::Replayed;
     read::<C, T>(&value, false, on_undecodable)
         .map_err(|problem| failed(step, tally, StepProblem::ValueUnavailable { attempt, problem: Box::new(problem) }))
+}
+
+/// Returns the error of a step whose body has run into its time limit.
+fn timed_out(step: &Step, tally: &mut Tally, timeout: Option<Duration>) -> Error {
+    let (timeout, retry_after) = (timeout.unwrap_or_default(), step.attempt().pause());
+    failed(step, tally, StepProblem::TimedOut { timeout, retry_after })
 }
 
 /// Polls `body` as a part of a step: a step of the same attempt inside of `body` is refused.
@@ -461,14 +511,14 @@ fn begin(
         _ => None,
     };
     let entry = JournalEntry {
-        name: step.name().into(),
+        name: Arc::clone(step.0.name.shared()),
         attempt: step.attempt().number(),
         inputs,
         progress: StepProgress::Begun,
     };
-    let was = step.0.was.as_ref().map(StepName::as_str);
+    let was = step.0.was.as_ref().map(StepName::shared);
     let store_limit = context.journal_limit();
-    let claimed = journal.claim(step.name(), was, store_limit);
+    let claimed = journal.claim(step.0.name.shared(), was, store_limit);
     let claim = |stage| Claim {
         place: Some(Box::new(JournalPlace { journal, entry, was: step.0.was.clone(), store_limit })),
         stage,
@@ -698,10 +748,11 @@ async fn write_entries(step: &Step, journal: &StepJournal, name: &str) -> Result
         journal.keep_open();
         Err(error)
     };
-    let mut tries = Tries::new(&**store, lease, *reserved_at);
+    let began = store.context().clock().now();
+    let (mut first, mut tries) = (Some(began), Tries::since(began, &**store, lease, *reserved_at));
     while let Some(write) = journal.write(name) {
-        let asked_at = store.context().clock().now();
-        match store.append(lease, &write.journal).watched(store, StoreOp::Append).await {
+        let asked_at = first.take().unwrap_or_else(|| store.context().clock().now());
+        match store.append(lease, &write.journal).watched_since(store, StoreOp::Append, Some(asked_at)).await {
             Ok(Verdict::Applied) => {
                 store.context().leases().confirmed(lease.owner, asked_at);
                 journal.confirm(&write);

@@ -194,6 +194,19 @@ impl Leases {
         entry.journal.as_ref()?.seal()
     }
 
+    /// Records that the store has published the messages of `owner` together with its finished record.
+    #[cfg(feature = "nats")]
+    pub(crate) fn messages_left(&self, owner: OwnerToken) {
+        if let Some(journal) = self.known_journal(owner) {
+            journal.messages_left();
+        }
+    }
+
+    /// Returns whether the store has published the messages of `owner` together with its finished record.
+    pub(crate) fn have_messages_left(&self, owner: OwnerToken) -> bool {
+        self.known_journal(owner).is_some_and(|journal| journal.have_messages_left())
+    }
+
     /// Returns the steps of the attempt of `owner`, if a step of the attempt or of an earlier one is known.
     pub(crate) fn known_journal(&self, owner: OwnerToken) -> Option<Arc<StepJournal>> {
         self.table.shard_of(owner).get_mut(&owner)?.journal.clone()

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::key::Fingerprint;
 use crate::policy::StepPolicy;
-use crate::record::journal::{JournalEntry, JournalError, JournalWriter, StepProgress};
+use crate::record::journal::{JournalEntry, JournalError, StepProgress};
 use crate::record::messages::{self, OutgoingMessage, UnsentMessages};
 use crate::record::{Journal, StoredResult};
 use crate::sync::{Mutex, lock};
@@ -31,6 +31,8 @@ struct PushedMessages {
     bytes: usize,
     /// True if the end of the attempt has been made: no further message can be part of it.
     sealed: bool,
+    /// True if the store has published the messages together with the finished record.
+    left: bool,
 }
 
 /// Reason why a message was not added.
@@ -45,18 +47,21 @@ pub(crate) enum PushRefusal {
 struct Steps {
     /// Last entries of the steps of earlier attempts, and the beginnings of all steps whose effects are in doubt, by
     /// name.
-    earlier: BTreeMap<Box<str>, JournalEntry>,
+    earlier: BTreeMap<Arc<str>, JournalEntry>,
     /// Names that this attempt has used: of running steps, and of steps that have ended with a value. Each name has the
     /// bytes that are kept free in the journal for the entries of its step; `None` for a name before a renaming.
-    used: BTreeMap<Box<str>, Option<usize>>,
+    used: BTreeMap<Arc<str>, Option<usize>>,
     /// Bytes that are kept free in the journal: the sum of `used`.
     room: usize,
-    /// Entries that the store has confirmed, of earlier attempts and of this attempt.
-    confirmed: JournalWriter,
+    /// Journal that the store has confirmed, with the entries of earlier attempts and of this attempt; `None` if it has
+    /// no entry.
+    confirmed: Option<Journal>,
+    /// Number of entries of `confirmed`.
+    entries: usize,
     /// Entries that the store has not confirmed, in the order in which their steps ended.
     unconfirmed: Vec<JournalEntry>,
     /// Steps that this attempt has reached, and whose effects may have happened although no confirmed entry says so.
-    doubts: BTreeSet<Box<str>>,
+    doubts: BTreeSet<Arc<str>>,
     /// Number of entries of this attempt that the store has confirmed.
     done: usize,
     /// Number of entries of this attempt that a write may have brought to the store, at least `done`. These entries
@@ -119,7 +124,7 @@ impl StepJournal {
             Ok(entries) => (entries, None),
             Err(error) => (Vec::new(), Some(error)),
         };
-        let confirmed = JournalWriter::after(journal, entries.len());
+        let (confirmed, count) = (Some(journal.clone()), entries.len());
         let mut earlier = BTreeMap::new();
         for entry in entries {
             match entry.progress {
@@ -127,7 +132,7 @@ impl StepJournal {
                 _ => earlier.insert(entry.name.clone(), entry),
             };
         }
-        let steps = Steps { earlier, confirmed, damage, ..Steps::default() };
+        let steps = Steps { earlier, confirmed, entries: count, damage, ..Steps::default() };
         Self { steps: Mutex::new(steps), ..Self::default() }
     }
 
@@ -160,9 +165,20 @@ impl StepJournal {
         UnsentMessages::pushed(&pushed.messages)
     }
 
+    /// Records that the store has published the messages together with the finished record.
+    #[cfg(feature = "nats")]
+    pub(crate) fn messages_left(&self) {
+        lock(&self.messages).left = true;
+    }
+
+    /// Returns whether the store has published the messages together with the finished record.
+    pub(crate) fn have_messages_left(&self) -> bool {
+        lock(&self.messages).left
+    }
+
     /// Takes `name` for a step that is about to begin. `was`: its name before a renaming. `store_limit`: largest
     /// journal that the store can hold.
-    pub(crate) fn claim(&self, name: &str, was: Option<&str>, store_limit: usize) -> StepClaim {
+    pub(crate) fn claim(&self, name: &Arc<str>, was: Option<&Arc<str>>, store_limit: usize) -> StepClaim {
         let mut steps = lock(&self.steps);
         if let Some(damage) = steps.damage {
             return StepClaim::Damaged(damage);
@@ -171,14 +187,14 @@ impl StepJournal {
             return StepClaim::UsedTwice;
         }
         let names = || [Some(name), was].into_iter().flatten();
-        let room = names().map(room_for).sum();
+        let room = names().map(|name| room_for(name)).sum();
         // If both names have an entry, the entry of the new name is the later one.
         let claim = match names().find_map(|name| steps.earlier.get(name)).cloned() {
             Some(JournalEntry { progress: StepProgress::Ended(value), attempt, inputs, .. }) => {
                 StepClaim::Ended { attempt, inputs, value }
             }
             Some(begun) => {
-                steps.doubts.insert(name.into());
+                steps.doubts.insert(Arc::clone(name));
                 StepClaim::InDoubt(begun)
             }
             None => match steps.refusal(room, store_limit) {
@@ -189,8 +205,8 @@ impl StepJournal {
         // A step that has ended has its entry.
         let room = if let StepClaim::Ended { .. } = claim { 0 } else { room };
         steps.room += room;
-        steps.used.extend(was.map(|was| (was.into(), None)));
-        steps.used.insert(name.into(), Some(room));
+        steps.used.extend(was.map(|was| (Arc::clone(was), None)));
+        steps.used.insert(Arc::clone(name), Some(room));
         claim
     }
 
@@ -204,7 +220,7 @@ impl StepJournal {
     }
 
     /// Frees the room of a step that has ended and adds no further entry.
-    #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+    #[cfg(feature = "within")]
     pub(crate) fn free_room(&self, name: &str) {
         lock(&self.steps).free_room(name);
     }
@@ -216,13 +232,12 @@ impl StepJournal {
 
     /// Records whether the effect of the step `name` is in doubt: from the beginning of its body until the body has
     /// returned an error that is certain, or the store has confirmed the entry of its end.
-    pub(crate) fn doubt(&self, name: &str, in_doubt: bool) {
+    pub(crate) fn doubt(&self, name: &Arc<str>, in_doubt: bool) {
         let doubts = &mut lock(&self.steps).doubts;
         match in_doubt {
-            true if !doubts.contains(name) => drop(doubts.insert(name.into())),
-            true => {}
-            false => drop(doubts.remove(name)),
-        }
+            true => doubts.insert(Arc::clone(name)),
+            false => doubts.remove(name),
+        };
     }
 
     /// Returns the number of steps that this attempt has reached, and whose effects are in doubt.
@@ -299,7 +314,7 @@ impl StepJournal {
 
     /// Returns the names of the steps that an earlier attempt than `attempt` has journaled and this attempt has not
     /// reached, with the numbers of their attempts, and whether that is an error.
-    pub(crate) fn unreached(&self, attempt: u32) -> (Vec<(Box<str>, u32)>, bool) {
+    pub(crate) fn unreached(&self, attempt: u32) -> (Vec<(Arc<str>, u32)>, bool) {
         let steps = lock(&self.steps);
         let unreached =
             steps.earlier.values().filter(|entry| entry.attempt != attempt && !steps.used.contains_key(&entry.name));
@@ -338,36 +353,40 @@ impl StepJournal {
         if !steps.unconfirmed.iter().any(|entry| *entry.name == *name) {
             return None;
         }
-        let written = steps.written();
+        let journal = steps.written()?;
         let (upto, sent_before) = (steps.done + steps.unconfirmed.len(), steps.sent);
         steps.sent = upto;
-        Some(JournalWrite { journal: Journal::new(written.into_bytes())?, upto, sent_before })
+        Some(JournalWrite { journal, upto, sent_before })
     }
 
     /// Returns the journal with all entries, if the policy keeps it with the result.
     pub(crate) fn kept(&self) -> Option<Journal> {
         let steps = lock(&self.steps);
-        let kept = steps.policy.keep.then(|| steps.written())?;
-        Journal::new(kept.into_bytes())
+        if steps.policy.keep { steps.written() } else { None }
     }
 
     /// Records that the store has confirmed `write`.
     pub(crate) fn confirm(&self, write: &JournalWrite) {
-        let Steps { confirmed, unconfirmed, doubts, done, .. } = &mut *lock(&self.steps);
+        let Steps { confirmed, entries, unconfirmed, doubts, done, .. } = &mut *lock(&self.steps);
         // Another task may have written these entries meanwhile; see `turn`.
         let count = write.upto.saturating_sub(*done);
+        if count == 0 {
+            return;
+        }
         for entry in unconfirmed.drain(..count) {
             if let StepProgress::Ended(_) = entry.progress {
                 doubts.remove(&entry.name);
             }
-            confirmed.add(&entry);
         }
+        // The journal of a later write begins with the journal of each earlier write.
+        *confirmed = Some(write.journal.clone());
+        *entries += count;
         *done += count;
     }
 
     /// Removes the largest value from the entries of `write`, which the store can't hold and has not written. Returns
     /// the name of the step and the size of its value; `None` if no entry has a value that may be removed.
-    pub(crate) fn drop_largest(&self, write: &JournalWrite) -> Option<(Box<str>, u64)> {
+    pub(crate) fn drop_largest(&self, write: &JournalWrite) -> Option<(Arc<str>, u64)> {
         let Steps { unconfirmed, done, sent, .. } = &mut *lock(&self.steps);
         let unsent = write.sent_before.max(*done);
         if *sent != write.upto || unsent > write.upto {
@@ -394,22 +413,18 @@ impl Steps {
     fn refusal(&self, room: usize, store_limit: usize) -> Option<StepClaim> {
         let max = self.policy.max_steps;
         let unused = self.earlier.keys().filter(|name| !self.used.contains_key(*name)).count();
-        let entries = self.confirmed.entries() + self.unconfirmed.len();
+        let entries = self.entries + self.unconfirmed.len();
         let used = self.used.values().flatten().count();
         if used + unused >= max || entries >= StepJournal::MAX_ENTRIES {
-            return Some(StepClaim::TooMany { max });
+            return Some(StepClaim::TooMany { max: max.min(StepJournal::MAX_ENTRIES) });
         }
         let max = self.limit(store_limit);
         (self.bytes() + self.room + room > max).then_some(StepClaim::NoRoom { max })
     }
 
-    /// Returns the journal with all entries.
-    fn written(&self) -> JournalWriter {
-        let mut written = self.confirmed.clone();
-        for entry in &self.unconfirmed {
-            written.add(entry);
-        }
-        written
+    /// Returns the journal with all entries; `None` if there are none.
+    fn written(&self) -> Option<Journal> {
+        Journal::continued(self.confirmed.as_ref(), self.unconfirmed.iter())
     }
 
     /// Returns the largest size of the journal.
@@ -419,7 +434,8 @@ impl Steps {
 
     /// Returns the size of the journal with all entries.
     fn bytes(&self) -> usize {
-        self.confirmed.len() + self.unconfirmed.iter().map(JournalEntry::written_bytes).sum::<usize>()
+        self.confirmed.as_ref().map_or(0, |journal| journal.bytes().len())
+            + self.unconfirmed.iter().map(JournalEntry::written_bytes).sum::<usize>()
     }
 
     fn free_room(&mut self, name: &str) {
@@ -443,4 +459,33 @@ pub(crate) struct JournalWrite {
     upto: usize,
     /// Number of these entries that an earlier write may have brought to the store.
     sent_before: usize,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ended(name: &str) -> JournalEntry {
+        let progress = StepProgress::Ended(StoredResult::Unencodable);
+        JournalEntry { name: name.into(), attempt: 1, inputs: None, progress }
+    }
+
+    /// Two tasks write at a time if one of them has waited too long for its turn.
+    #[test]
+    fn answers_to_two_writes_leave_all_entries_in_either_order() {
+        for is_late in [false, true] {
+            let journal = StepJournal::default();
+            let [first, second] = ["a", "b"].map(|name| {
+                journal.end(ended(name), None, usize::MAX);
+                journal.write(name).unwrap()
+            });
+            let answered = if is_late { [second, first] } else { [first, second] };
+            for write in &answered {
+                journal.confirm(write);
+            }
+            journal.end(ended("c"), None, usize::MAX);
+            let entries = journal.write("c").unwrap().journal.entries().unwrap();
+            assert_eq!(entries, ["a", "b", "c"].map(ended));
+        }
+    }
 }
