@@ -239,6 +239,8 @@ pub enum Error {
         key: Key,
         /// Name of the store that holds the record.
         store: &'static str,
+        /// Number of the attempt that finished the operation.
+        attempt: u32,
         /// Reason why there is no result.
         problem: ResultProblem,
     },
@@ -604,7 +606,7 @@ impl fmt::Display for Error {
                  for {retry_after:?} more, and under `on_crash = fail` until this process has recorded the result; deliver the \
                  message again after that"
             ),
-            Self::ResultUnavailable { key, store, problem: reason } => write!(
+            Self::ResultUnavailable { key, store, problem: reason, .. } => write!(
                 f,
                 "key `{key}` in {store}: the operation has finished, but its result can't be replayed: {reason}; \
                  the body did not run again"

@@ -501,7 +501,10 @@ fn enters(
                     seen.key = Some(replay.key.clone());
                     return false;
                 }
-                Err(problem) => Error::ResultUnavailable { key: replay.key.clone(), store: replay.store, problem },
+                Err(problem) => {
+                    let (key, store, attempt) = (replay.key.clone(), replay.store, replay.attempt);
+                    Error::ResultUnavailable { key, store, attempt, problem }
+                }
             }
         }
         Start::Refused(error) => std::mem::replace(error, Error::NoAttempt),

@@ -334,7 +334,7 @@ fn log_error(error: &Error) {
              own; if the type of the payload changed with a deployment, leave a new field out while it is absent, or hash only \
              parts that stay"
         ),
-        Error::ResultUnavailable { key, store, problem } => {
+        Error::ResultUnavailable { key, store, problem, .. } => {
             tracing::warn!(
                 %key, store, %problem,
                 "the operation has finished, and its result can't be replayed; `idem resolve` supplies a result"
