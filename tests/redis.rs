@@ -34,12 +34,14 @@ use idem_runtime::{
 };
 use idem_tests::Reopen as _;
 use idem_tests::calls::{
-    Confirming, LEASE, POLICY, TRACEPARENT, TTL, call, call_with, done, publish, request, reserved, stored, wins,
+    Confirming, LEASE, POLICY, TRACEPARENT, TTL, call, call_with, done, is_of_a_later_format, kept, one_step, publish,
+    request, reserved, stored, wins, with_journal,
 };
 use idem_tests::log::Log;
 use idem_tests::proxy::{Line, Proxy};
-use idem_tests::race::{Orders, Race};
+use idem_tests::race::Race;
 use idem_tests::server::{Kind, RedisServer, raw, until};
+use idem_tests::tls::Certificate;
 use redis::AsyncCommands;
 use tokio::sync::Notify;
 
@@ -74,6 +76,7 @@ fn the_stored_form_is_pinned() {
     let (lease, ttl) = (Duration::from_secs(30), Duration::from_secs(60));
     let pending = |on_crash| State::Pending { lease, ttl, on_crash, begun: on_crash == OnCrash::Fail };
     let stored = StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: br#"{"a":1}"#.to_vec().into() };
+    let journaled = |record| with_journal(record, one_step());
     // Records in every state, with and without the optional fields.
     let records = [
         ("pending", record(pending(OnCrash::Retry), None)),
@@ -85,6 +88,11 @@ fn the_stored_form_is_pinned() {
         ("failed", record(State::Failed(stored), None)),
         ("too-large", record(State::Completed(StoredResult::TooLarge { size: 300_000 }), None)),
         ("unencodable", record(State::Completed(StoredResult::Unencodable), None)),
+        ("pending-journal", journaled(record(pending(OnCrash::Retry), None))),
+        ("pending-fail-fingerprint-journal", journaled(record(pending(OnCrash::Fail), fingerprint))),
+        ("released-journal", journaled(record(State::Released, None))),
+        ("interrupted-journal", journaled(record(State::Interrupted, fingerprint))),
+        ("completed-kept-journal", record(State::Completed(kept()), None)),
     ];
     let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
     let written: String = records.iter().map(|(name, it)| format!("{name} {}\n", hex(&format::encode(it)))).collect();
@@ -100,16 +108,18 @@ fn the_stored_form_is_pinned() {
         let bytes: Vec<u8> =
             (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect();
         assert_eq!(&format::decode(&bytes.clone().into()).unwrap(), record, "{name}");
-        // A value with one byte less or more is an error. A record with a result is the exception: the result is the
-        // last part of the value, and may have any length.
-        if !matches!(
-            record.state,
-            State::Completed(StoredResult::Encoded { .. }) | State::Failed(StoredResult::Encoded { .. })
-        ) {
+        // A value with one byte less or more is an error. Records with a result or a journal are the exception: the
+        // result or the journal is the last part of the value, and may have any length.
+        let has_open_end = record.journal.is_some()
+            || matches!(
+                record.state,
+                State::Completed(StoredResult::Encoded { .. }) | State::Failed(StoredResult::Encoded { .. })
+            );
+        if !has_open_end {
             assert!(format::decode(&bytes[..bytes.len() - 1].to_vec().into()).is_err(), "{name}");
             assert!(format::decode(&[&bytes[..], b"x"].concat().into()).is_err(), "{name}");
         }
-        // A longer record can also be decoded from its first bytes alone, without its result.
+        // A longer record can also be decoded from its first bytes alone, without its result or journal.
         let start = bytes[..bytes.len().min(format::START_BYTES)].to_vec().into();
         let glance = format::decode_start(&start, bytes.len()).unwrap();
         match (&glance.state, record.state.result()) {
@@ -118,7 +128,11 @@ fn the_stored_form_is_pinned() {
                 | State::Failed(StoredResult::LeftOut { size, .. }),
                 Some(StoredResult::Encoded { bytes, .. }),
             ) => assert_eq!(*size, Some(bytes.len() as u64), "{name}"),
-            _ => assert_eq!(glance, *record, "{name}"),
+            _ => {
+                let mut without_journal = record.clone();
+                without_journal.journal = None;
+                assert_eq!(glance, without_journal, "{name}");
+            }
         }
     }
 }
@@ -147,11 +161,35 @@ async fn the_redis_server_holds_the_pinned_bytes_of_a_record() {
     let released = Record::after(&lease, State::Released);
     assert_eq!(format::encode(&released), untimed(&value), "scripts and code write the same bytes");
     let lease = reserved(&store, "k").await;
+    assert_eq!(store.append(&lease, &one_step()).await.unwrap(), Verdict::Applied);
+    let value: Vec<u8> = raw.get(name).await.unwrap();
+    let pending = format::decode(&value.clone().into()).unwrap();
+    let mut journaled = with_journal(Record::after(&lease, pending.state), one_step());
+    assert_eq!(format::encode(&journaled), untimed(&value), "a script appends the journal");
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
+    let value: Vec<u8> = raw.get(name).await.unwrap();
+    journaled.state = State::Released;
+    assert_eq!(format::encode(&journaled), untimed(&value), "a release keeps the journal");
+    let lease = reserved(&store, "k").await;
     assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
     let value: Vec<u8> = raw.get(name).await.unwrap();
     assert_eq!(format::encode(&Record::after(&lease, done().state())), untimed(&value));
     let left: i64 = raw.pttl(name).await.unwrap();
     assert!((3_590_000..=3_600_000).contains(&left), "the ttl counts from completion: {left}");
+}
+
+#[tokio::test]
+async fn a_record_with_a_journal_of_a_later_format_is_left_unchanged() {
+    let server = RedisServer::start(Kind::Redis);
+    let store = connect(&server).await;
+    let mut raw = server.raw().await;
+    let lease = reserved(&store, "k").await;
+    assert_eq!(store.append(&lease, &one_step()).await.unwrap(), Verdict::Applied);
+    let _: usize = raw.setrange("idem:1/test/k", 4, [2_u8].as_slice()).await.unwrap();
+    let before: Vec<u8> = raw.get("idem:1/test/k").await.unwrap();
+    is_of_a_later_format(&store, "k").await;
+    let after: Vec<u8> = raw.get("idem:1/test/k").await.unwrap();
+    assert_eq!(after, before);
 }
 
 #[tokio::test]
@@ -185,36 +223,19 @@ async fn a_store_connects_by_resp2_resp3_and_unix_sockets() {
 /// The server speaks only TLS. Its certificate is trusted only by a process whose environment names the certificate.
 #[test]
 fn a_store_refuses_a_server_with_an_untrusted_certificate() {
-    let folder = std::env::temp_dir().join(format!("idem-test-tls-{}", std::process::id()));
-    std::fs::create_dir_all(&folder).unwrap();
-    let path = |name: &str| folder.join(name).to_str().unwrap().to_owned();
-    let made = Command::new("openssl")
-        .args(["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"])
-        .args(["-addext", "subjectAltName=DNS:localhost", "-addext", "basicConstraints=critical,CA:FALSE"])
-        .args(["-keyout", &path("key.pem"), "-out", &path("cert.pem")])
-        .output()
-        .expect("openssl runs; ./scripts/test installs it");
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let certificate = Certificate::new();
     let port = idem_tests::server::free_port().to_string();
-    let args = ["--tls-port", &port, "--tls-cert-file", &path("cert.pem"), "--tls-key-file", &path("key.pem")];
-    let _server = RedisServer::start_with(Kind::BaselineRedis, &[&args[..], &["--tls-auth-clients", "no"]].concat());
+    let args = ["--tls-port", &port, "--tls-cert-file", &certificate.file(), "--tls-key-file", &certificate.key()];
+    let server = RedisServer::start_with(Kind::BaselineRedis, &[&args[..], &["--tls-auth-clients", "no"]].concat());
     let url = format!("rediss://localhost:{port}");
-    std::fs::write(path("effects"), "").unwrap();
     let race = |trusted: bool| {
-        let mut racer = Command::new(env!("CARGO_BIN_EXE_racer"));
-        racer.args(Orders::plain(format!("redis {url} tls:"), path("effects"), 3).words());
-        // The store runs in another process, because trusted certificates come from environment variables.
-        if trusted {
-            racer.env("SSL_CERT_FILE", path("cert.pem"));
-        }
-        racer.output().unwrap()
+        certificate.race(env!("CARGO_BIN_EXE_racer"), format!("redis {url} tls:"), server.folder(), trusted)
     };
     let refused = race(false);
     let said = String::from_utf8_lossy(&refused.stderr);
     assert!(!refused.status.success() && said.contains("ertificate") && said.contains("Misconfigured"), "{said}");
-    let served = race(true);
-    assert!(served.status.success(), "{}", String::from_utf8_lossy(&served.stderr));
-    std::fs::remove_dir_all(folder).ok();
+    let trusting = race(true);
+    assert!(trusting.status.success(), "{}", String::from_utf8_lossy(&trusting.stderr));
 }
 
 // Errors.

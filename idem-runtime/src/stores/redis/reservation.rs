@@ -65,7 +65,16 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
                 access.core.remember(record.owner, asked_at.saturating_add(lapses_in));
                 return Ok(Reservation::InProgress { attempt: record.attempt, lapses_in });
             }
-            (TakeoverAnswer::Changed(now), _) => changed = now,
+            (TakeoverAnswer::Changed(now), _) => {
+                // This record is as fresh as one that a further look would find. Most often another attempt now holds
+                // the key, and after a pause of this loop yet another one would.
+                if let Some((found, left)) = now.clone()
+                    && let ControlFlow::Break(answer) = answer_found(access, request, found, Some(left))?
+                {
+                    return Ok(answer);
+                }
+                changed = now;
+            }
             (taken, meeting) => {
                 let message = format!("the server gave the unexpected answer {taken:?} to {meeting:?}");
                 return Err(StoreError::new(StoreErrorKind::Unconfirmed, message));

@@ -161,8 +161,10 @@ impl Store for RedisInner {
             let bytes = format::START_BYTES + journal.bytes().len();
             limits.check(bytes, clock)?;
             let name = access.name_of(&lease.key);
+            let reserved_at = lease.mark.get().map_or(0, u64::from).to_be_bytes();
+            let attempt = [&attempt_of(lease)[..], &reserved_at[..]].concat();
             let asked = call(&self.core.scripts().append, name, |command| {
-                command.arg(&attempt_of(lease)[..]).arg(&journal.bytes()[..]);
+                command.arg(attempt).arg(&journal.bytes()[..]);
                 command.arg(millis(lease.duration.saturating_add(lease.ttl)));
             });
             let answer = access.run(name, Op::Write(asked.with_value(bytes).joins())).await;
