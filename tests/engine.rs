@@ -687,6 +687,30 @@ async fn a_lapsed_reservation_that_can_not_be_renewed_starts_no_body_and_is_rele
     }
 }
 
+/// A store that needs longer than a lease for each answer must not get ever more requests from the calls that it slows
+/// down.
+#[tokio::test]
+async fn a_call_whose_store_answers_later_than_its_lease_gives_up() {
+    let world = World::new();
+    world.store.always(StoreCall::Renew, Fault::Slow(2));
+    let mut call = answered_too_late(&world).await;
+    let mut polls = 0..100;
+    let error = loop {
+        if let Poll::Ready(ended) = poll_once(call.as_mut()).await {
+            break ended.unwrap_err();
+        }
+        assert!(polls.next().is_some(), "the call asks again and again");
+        world.clock.advance(LEASE);
+    };
+    let Error::Store { started: false, may_be_reserved: true, source, .. } = &error else { panic!("{error:?}") };
+    assert!(source.to_string().contains("later than the lease lasts"), "{source}");
+    assert_eq!((world.store.count(StoreCall::Renew), world.runs()), (3, 0));
+    world.store.always(StoreCall::Renew, Fault::None);
+    world.store.context().flush().await;
+    assert_eq!((world.state().await, world.record().await.unwrap().attempts_used), (State::Released, 0));
+    assert!(world.call(POLICY).await.1.executed());
+}
+
 /// Starts a duplicate that gets no answer to its first reservation, and waits after its second reservation. Then the
 /// first reservation takes effect.
 async fn lands_late(world: &World) -> std::pin::Pin<Box<dyn Future<Output = Result<Duration, Error>>>> {

@@ -163,7 +163,8 @@ fn outlasts(subject: &Subject, error: &Error, outage: &mut Option<Instant>) -> O
 /// Returns whether the store did not answer. An unreadable record is an answer, because its operation may have
 /// finished.
 fn is_no_answer(error: &Error) -> bool {
-    matches!(error, Error::Store { source, .. } if source.kind() != StoreErrorKind::Corrupt)
+    matches!(error, Error::Store { source, .. }
+        if !matches!(source.kind(), StoreErrorKind::Corrupt | StoreErrorKind::Aborted))
 }
 
 /// Repeats the reservation until an answer decides the call. Between two reservations the call waits for the running
@@ -857,7 +858,7 @@ async fn mark(request: &Request<'_>, lease: &Lease) -> Result<Option<Instant>, S
 /// Sends the request `ask`, which renews `lease`, until an answer arrives within the duration of the lease. Returns the
 /// time when the confirmed request was sent, from which the lease is measured; `None` if the store refuses the request.
 /// After an error, and if this future is dropped, the reservation is released. `marks` is true if the request may mark
-/// the record as begun.
+/// the record as begun. `pauses` are the pauses after requests that have failed.
 async fn hold<F>(
     request: &Request<'_>,
     lease: &Lease,
@@ -880,7 +881,7 @@ where
         if clock.now() >= since.saturating_add(lease.duration) || answer.is_err() {
             ends_late.get_or_insert_with(|| late::ends_late(store, lease));
         }
-        match answer {
+        let (error, pauses) = match answer {
             Ok(Verdict::Refused) => {
                 unused.may_have_landed = false;
                 return Ok(None);
@@ -889,16 +890,14 @@ where
                 unused.may_have_landed = false;
                 return Ok(Some(since));
             }
-            // The answer came after the end of the lease, so a further request renews the lease.
-            Ok(Verdict::Applied) => {}
-            Err(error) => match request.pause(&error, failed, pauses) {
-                Some(pause) => {
-                    clock.sleep(pause).await;
-                    failed += 1;
-                }
-                None => return Err(error),
-            },
-        }
+            // The answer came after the end of the lease, so a further request renews the lease. Without a pause and a
+            // limit, the calls that an overloaded store slows down would keep it overloaded.
+            Ok(Verdict::Applied) => (answers_late(), &RESERVE_PAUSES[..]),
+            Err(error) => (error, pauses),
+        };
+        let Some(pause) = request.pause(&error, failed, pauses) else { return Err(error) };
+        clock.sleep(pause).await;
+        failed += 1;
     }
 }
 
@@ -918,6 +917,12 @@ async fn give_back(request: &Request<'_>, lease: &Lease) -> Result<(), StoreErro
     }
     unused.may_have_landed = false;
     Ok(())
+}
+
+fn answers_late() -> StoreError {
+    let message =
+        "answers later than the lease lasts, again and again: the store is overloaded, or the lease is too short";
+    StoreError::new(StoreErrorKind::Unconfirmed, message)
 }
 
 fn lapsed_before_its_body() -> StoreError {
