@@ -584,8 +584,8 @@ pub(crate) enum Phase {
     /// A reservation is under way. `landed`: an earlier try without an answer may have taken effect.
     Reserving { tries: u8, landed: bool, what: Reserving, line: Line },
     /// The reservation was answered after the lapse of its lease. A renewal, sent at `at`, must confirm the lease
-    /// before the body may start.
-    Confirming { at: u8, line: Line },
+    /// before the body may start. Answers that come after the lease count as tries.
+    Confirming { tries: u8, at: u8, line: Line },
     /// The record is being marked as begun. The request was sent at `at`.
     Marking { tries: u8, at: u8, line: Line },
     /// The mark was refused. The call releases its reservation, and then reserves with another owner token.

@@ -1045,25 +1045,29 @@ pub(crate) fn hears(config: &Config, world: &mut World, who: CallId, answer: Ans
             (call.attempt, call.starts, call.in_doubt) = (attempt, starts, in_doubt);
             call.steps = StepsOfCall { journal, confirmed: journal.len(), ..StepsOfCall::NONE };
             if world.believed(config, who) == 0 && !config.is(Mutant::LateAnswerStartsBody) {
-                world.call_mut(who).phase = Phase::Confirming { at: now, line: Line::Sent };
+                world.call_mut(who).phase = Phase::Confirming { tries: 1, at: now, line: Line::Sent };
             } else {
                 marks_or_starts(config, world, who);
             }
         }
-        (Phase::Confirming { at, .. }, Answer::Write(Done::Done)) => {
+        (Phase::Confirming { tries, at, .. }, Answer::Write(Done::Done)) => {
             world.call_mut(who).asked_at = at;
-            if world.believed(config, who) == 0 {
-                world.call_mut(who).phase = Phase::Confirming { at: now, line: Line::Sent };
-            } else {
+            if world.believed(config, who) > 0 {
                 marks_or_starts(config, world, who);
+            } else if tries_again(config, world, who, tries, Trouble::Unknown) {
+                let tries = config.tries.min(tries + 1);
+                world.call_mut(who).phase = Phase::Confirming { tries, at: now, line: Line::Sent };
+            } else {
+                fails(config, world, who, Trouble::Unknown);
             }
         }
-        (Phase::Marking { tries, at, .. }, Answer::Write(Done::Done)) => {
+        (Phase::Marking { at, .. }, Answer::Write(Done::Done)) => {
             world.call_mut(who).asked_at = at;
-            if world.believed(config, who) == 0 {
-                world.call_mut(who).phase = Phase::Marking { tries, at: now, line: Line::Sent };
-            } else {
+            if world.believed(config, who) > 0 {
                 starts_body(config, world, who);
+            } else {
+                // A mark that is answered after the lease counts as a failed try.
+                fails(config, world, who, Trouble::Unknown);
             }
         }
         (Phase::Marking { .. }, Answer::Write(Done::Refused)) if config.is(Mutant::MarkRefusedStartsBody) => {
@@ -1618,9 +1622,9 @@ pub(crate) fn fails(config: &Config, world: &mut World, who: CallId, trouble: Tr
             world.call_mut(who).phase = Phase::Marking { tries, at, line: Line::Sent };
         }
         // Unless the call was waiting, the renewal before the body is tried only once.
-        Phase::Confirming { .. } if tries_again(config, world, who, config.tries, trouble) => {
-            let at = world.now;
-            world.call_mut(who).phase = Phase::Confirming { at, line: Line::Sent };
+        Phase::Confirming { tries, .. } if tries_again(config, world, who, config.tries, trouble) => {
+            let (at, tries) = (world.now, config.tries.min(tries + 1));
+            world.call_mut(who).phase = Phase::Confirming { tries, at, line: Line::Sent };
         }
         Phase::GivingBack { .. } if tries_again(config, world, who, config.tries, trouble) => {
             world.call_mut(who).phase = Phase::GivingBack { line: Line::Sent };
