@@ -181,6 +181,7 @@ const CAUGHT: &[(Mistake, &[&str])] = &[
     (Mistake::ReleaseDeletesResult, &["release_after_finish"]),
     (Mistake::ReleaseUpserts, &["release_of_nothing"]),
     (Mistake::ReleaseChecksNumber, &["release_ignores_the_number"]),
+    (Mistake::ReleaseAnsweredByALaterLook, &["release_among_refused_ones"]),
 
     (Mistake::ResultRunsAgain, &["completed_is_replayed", "failed_is_replayed"]),
     (Mistake::FailedIsCompleted, &["failed_is_replayed"]),

@@ -55,7 +55,7 @@ mistakes! {
     RenewByKey, RenewDoesNothing, NoLateRenew, RenewAfterTheEnd, RefusedRenewExtends, RenewGroupsAnswers,
     RenewAllOrNothing, RenewAnswersTwice, RenewWaitsForEach, RenewAnswersTogether, BlockedIsRefused, EmptyBatchFails, BatchOfAThousand, FinishByKey, FinishNotRepeatable, FinishOnlyRepeatable, FinishOverwrites,
     FinishRepeatedExtends, FinishAfterRelease, FinishUpserts, FinishIgnoresNumber, RenewIgnoresNumber, ReleaseByKey, ReleaseNotRepeatable, RefundTwice,
-    ReleaseDeletesResult, ReleaseUpserts, ReleaseChecksNumber,
+    ReleaseDeletesResult, ReleaseUpserts, ReleaseChecksNumber, ReleaseAnsweredByALaterLook,
     // Mistakes with results.
     ResultRunsAgain, FailedIsCompleted, FalsyIsNothing, TextOnly, SizeIsForgotten, LargeIsCut, CodecIsForgotten,
     // Mistakes with keys.
@@ -1228,7 +1228,19 @@ impl Store for Plain {
     }
 
     fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {
-        self.one(&lease.key, true, move |slot| self.end(slot, lease, release.state(), Some(release)))
+        let write = self.one(&lease.key, true, move |slot| self.end(slot, lease, release.state(), Some(release)));
+        if !self.is(M::ReleaseAnsweredByALaterLook) {
+            return write;
+        }
+        StoreFuture::new(async move {
+            if write.await? == Verdict::Refused {
+                return Ok(Verdict::Refused);
+            }
+            // Other tasks reserve the key meanwhile.
+            self.context.clock().sleep(Duration::from_millis(1)).await;
+            let found = self.one(&lease.key, false, |slot| slot.as_ref().map(|slot| slot.record.owner)).await?;
+            Ok(if found == Some(lease.owner) { Verdict::Applied } else { Verdict::Refused })
+        })
     }
 
     fn wait<'a>(&'a self, key: &'a Key, attempt: u32, at_most: Duration) -> StoreFuture<'a, Option<Inspection>> {

@@ -10,7 +10,7 @@ use crate::record::{
     Verdict,
 };
 
-fn journal(text: impl Into<Vec<u8>>) -> Journal {
+pub(super) fn journal(text: impl Into<Vec<u8>>) -> Journal {
     Journal::new(text.into()).expect("not empty")
 }
 
@@ -20,7 +20,7 @@ fn steps(steps: usize) -> Journal {
 }
 
 impl Case {
-    async fn append(&self, lease: &Lease, journal: &Journal) -> Verdict {
+    pub(super) async fn append(&self, lease: &Lease, journal: &Journal) -> Verdict {
         self.ask(self.store().append(lease, journal), "append").await
     }
 
@@ -177,7 +177,8 @@ pub(super) async fn journal_ends_with_the_operation(case: &Case) {
     assert_eq!((second.attempt, journal), (1, None), "a forgotten key has no journal");
 
     let key = case.key("expired");
-    let request = ReserveRequest { ttl: case.short(&key).lease, ..case.short(&key) };
+    // Only the retention is short: a slow store must not lose the lease before the journal is written.
+    let request = ReserveRequest { ttl: case.short(&key).lease, ..case.request(&key) };
     let (lease, _) = case.continues(&request, "a key that was never used").await;
     assert_eq!(case.append(&lease, &steps(2)).await, Verdict::Applied);
     assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);

@@ -177,6 +177,7 @@ macro_rules! __conformance_clauses {
         release_after_finish: "A release after a finish is refused and leaves the result alone.",
         release_of_nothing: "A release of a key without a record is refused and creates none.",
         release_ignores_the_number: "A release compares only the owner token, because its caller may not know the attempt number.",
+        release_among_refused_ones: "A release that takes effect is answered `Applied`, even beside refused releases, and even if its key is reserved again immediately.",
         // Clauses about journals.
         journal_comes_back: "The next attempt gets the journal of an attempt that was released, was interrupted or has lapsed.",
         journal_only_grows: "A longer journal replaces a shorter one, and a late copy of an earlier `append` removes no step.",
@@ -347,9 +348,9 @@ use writing::{
     blocked_record_holds_up_no_other, each_renewal_has_one_answer, finish_after_lapse, finish_after_release,
     finish_after_takeover, finish_is_final, finish_is_the_owners, finish_names_its_attempt, finish_of_nothing,
     finish_repeated, landed_finish_is_recognised, many_renewals, no_renewals, release_after_finish,
-    release_after_takeover, release_ignores_the_number, release_is_the_owners, release_of_nothing, release_repeated,
-    renewal_after_lapse, renewal_after_takeover, renewal_after_the_end, renewal_extends, renewal_is_the_owners,
-    renewals_answer_in_order,
+    release_after_takeover, release_among_refused_ones, release_ignores_the_number, release_is_the_owners,
+    release_of_nothing, release_repeated, renewal_after_lapse, renewal_after_takeover, renewal_after_the_end,
+    renewal_extends, renewal_is_the_owners, renewals_answer_in_order,
 };
 
 __conformance_clauses! { list }

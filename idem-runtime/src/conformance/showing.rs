@@ -2,6 +2,7 @@
 //! an operator.
 
 use super::case::{Case, LONG, PAUSE, TOLERANCE, completed, stored};
+use super::journal::journal;
 use crate::clock::Instant;
 use crate::key::Key;
 use crate::policy::OnCrash;
@@ -172,7 +173,26 @@ pub(super) async fn times_are_shown(case: &Case) {
     case.sleep(PAUSE).await;
     case.shown_since(&key, [at, at], "finished").await;
 
-    // Fifth case: the record expires, and its times expire with it.
+    // Fifth case: the journals of the first and of the second attempt change no time.
+    let key = case.key("journal");
+    let before = case.now();
+    let lease = case.reserved(&case.request(&key), 1, "a key that was never used").await;
+    let first_at = (before, case.now());
+    case.sleep(PAUSE).await;
+    for steps in ["1", "12"] {
+        assert_eq!(case.append(&lease, &journal(steps)).await, Verdict::Applied);
+        case.sleep(PAUSE).await;
+        case.shown_since(&key, [first_at, first_at], "journaled").await;
+    }
+    assert_eq!(case.release(&lease, Release::Returned).await, Verdict::Applied);
+    let before = case.now();
+    let lease = case.reserved(&case.request(&key), 2, "a released key").await;
+    let second_at = (before, case.now());
+    case.sleep(PAUSE).await;
+    assert_eq!(case.append(&lease, &journal("123")).await, Verdict::Applied);
+    case.shown_since(&key, [first_at, second_at], "journaled by the second attempt").await;
+
+    // Sixth case: the record expires, and its times expire with it.
     let key = case.key("forgotten");
     let brief = ReserveRequest { ttl: super::case::SHORT, ..case.request(&key) };
     let lease = case.reserved(&brief, 1, "a key that was never used").await;

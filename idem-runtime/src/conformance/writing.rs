@@ -5,7 +5,7 @@ use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::task::Poll;
 
-use super::case::{Case, LONG, PAUSE, SHORT, TOLERANCE, completed, forged, limited, stored};
+use super::case::{Case, LONG, PAUSE, SHORT, TOLERANCE, chain, completed, forged, limited, stored};
 use crate::combine::all;
 use crate::record::{Finish, Lease, Record, Release, Reservation, ReserveRequest, State, StoredResult, Verdict};
 use crate::store::{StoreFuture, renew_all};
@@ -424,6 +424,35 @@ pub(super) async fn release_of_nothing(case: &Case) {
         assert_eq!(case.release(&never, release).await, Verdict::Refused, "there is no record");
         assert_eq!(case.inspect(&request.key).await, None, "a refused release makes no record");
     }
+}
+
+pub(super) async fn release_among_refused_ones(case: &Case) {
+    const TASKS: usize = 8;
+    const ROUNDS: usize = 40;
+    // Two tasks share a key, so that one reserves the key as soon as the other has released it.
+    let mut tasks = tokio::task::JoinSet::new();
+    for task in 0..TASKS {
+        let (key, absent) = (case.key(&(task / 2).to_string()), case.key(&format!("absent:{task}")));
+        let requests: Vec<_> = (0..ROUNDS).map(|_| case.request(&key)).collect();
+        let lost = Lease::new(&case.request(&absent), 1);
+        let store = Arc::clone(case.store());
+        tasks.spawn(async move {
+            for request in requests {
+                let answer = store.reserve(&request).await.unwrap_or_else(|error| panic!("reserve: {}", chain(&error)));
+                let Reservation::Granted { lease, .. } = answer else {
+                    tokio::task::yield_now().await;
+                    continue;
+                };
+                let mut releases = [&lost, &lease].map(|lease| store.release(lease, Release::Returned));
+                for (released, expected) in
+                    all(&mut releases).await.into_iter().zip([Verdict::Refused, Verdict::Applied])
+                {
+                    assert_eq!(released.unwrap_or_else(|error| panic!("release: {}", chain(&error))), expected);
+                }
+            }
+        });
+    }
+    case.soon(tasks.join_all(), "tasks that reserve and release").await;
 }
 
 pub(super) async fn release_ignores_the_number(case: &Case) {
