@@ -5,10 +5,15 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use idem_runtime::codec::CodecName;
+use idem_runtime::key::Fingerprint;
 use idem_runtime::outbox::{OutgoingMessage, SendFuture, Sender};
-use idem_runtime::record::StoredResult;
-use idem_runtime::store::{Finish, Lease, Reservation, ReserveRequest};
-use idem_runtime::{Error, Json, Key, Operation, Outcome, Policy, Store, StoreError, current, observe};
+use idem_runtime::record::{Record, StoredResult, Traceparent};
+use idem_runtime::store::{
+    Decision, DecisionAnswer, Finish, Holder, Journal, Lease, Release, Reservation, ReserveRequest, Verdict, renew_all,
+};
+use idem_runtime::{
+    Error, Json, Key, OnCrash, Operation, Outcome, Policy, Store, StoreError, StoreErrorKind, current, observe,
+};
 
 /// Lease that outlasts any test.
 pub const LEASE: Duration = Duration::from_secs(60);
@@ -57,6 +62,42 @@ pub fn done() -> Finish {
     Finish::Completed(stored("42"))
 }
 
+/// Written form of a journal in which step `a` has ended in attempt 1, with the value `1` of the codec `json`.
+const JOURNAL: &[u8] = b"\x01\0\x01a\0\0\0\x01\0\x01\x04json\0\0\0\x011";
+
+/// Journal of one step.
+pub fn one_step() -> Journal {
+    Journal::new(JOURNAL).expect("bytes")
+}
+
+/// Returns `record` with this journal.
+pub fn with_journal(mut record: Record, journal: Journal) -> Record {
+    record.journal = Some(journal);
+    record
+}
+
+/// Result `{"a":1}` that is stored together with [`one_step`].
+pub fn kept() -> StoredResult {
+    let bytes = [b"\x01\x03\x04json\0\0\0\0\0\0\0\x07{\"a\":1}", JOURNAL].concat();
+    StoredResult::Encoded { codec: CodecName::new(b"idem:steps").expect("a valid name"), bytes: bytes.into() }
+}
+
+/// Asserts that the record of `name`, in format 2, is an error that names this format, and that no body runs.
+pub async fn is_of_a_later_format(store: &impl Store, name: &str) {
+    let words = "has format 2, this release reads up to 1";
+    let found = store.inspect(&key(name)).await.expect("answers").expect("a record");
+    assert!(found.damage.as_ref().is_some_and(|why| why.contains(words)), "{:?}", found.damage);
+    let runs = AtomicU32::new(0);
+    match call(store, name, &runs).await.0 {
+        Err(Error::Store { source, .. }) => {
+            assert_eq!(source.kind(), StoreErrorKind::Corrupt, "{source}");
+            assert!(source.to_string().contains(words), "{source}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(runs.into_inner(), 0, "a body ran");
+}
+
 /// Makes one call of a handler that counts its runs, and returns the count.
 pub async fn call(store: &impl Store, name: &str, runs: &AtomicU32) -> (Result<u32, Error>, Outcome) {
     call_with(store, name, POLICY, runs).await
@@ -94,4 +135,40 @@ pub async fn publish(store: &impl Store, name: &str) -> Outcome {
     let (result, outcome) = observe(Operation::new(store, Key::new("test", name), POLICY).run(body)).await;
     result.expect("sent and marked");
     outcome
+}
+
+/// Checks that a journal of `largest` bytes fits with all other parts of a record at their largest, through all states
+/// of the record.
+///
+/// # Panics
+/// If a state refuses or changes the journal.
+pub async fn takes_its_largest_journal(store: &impl Store, largest: usize) {
+    let key = Key::new("test", "k".repeat(Key::MAX_BYTES - "1/test/".len())).unwrap();
+    let holder = "h".repeat(Holder::MAX_BYTES);
+    let request = || {
+        ReserveRequest::new(key.clone(), store.context().new_owner(), LEASE, TTL)
+            .fingerprint(Some(Fingerprint::from_bytes([1; 32])))
+            .on_crash(OnCrash::Fail)
+            .holder(Holder::new(&holder))
+            .traceparent(TRACEPARENT.parse::<Traceparent>().ok())
+    };
+    let journal = Journal::new(vec![1; largest]).unwrap();
+    let mut lease = wins(store, &request()).await;
+    assert_eq!(store.begin(&lease).await.unwrap(), Verdict::Applied);
+    assert_eq!(store.append(&lease, &journal).await.unwrap(), Verdict::Applied);
+    assert_eq!(renew_all(store, std::slice::from_ref(&lease)).await.unwrap(), [Verdict::Applied]);
+    for release in [Release::Returned, Release::Interrupted] {
+        assert_eq!(store.release(&lease, release).await.unwrap(), Verdict::Applied);
+        let found = store.inspect(&key).await.unwrap().expect("a record");
+        assert_eq!(found.record, with_journal(Record::after(&lease, release.state()), journal.clone()));
+        let reopen = Decision::reopen(&key, &found).by("b".repeat(200)).reason("r".repeat(1000));
+        assert_eq!(store.decide(&reopen).await.unwrap(), DecisionAnswer::Applied);
+        let Reservation::Granted { lease: next, journal: Some(given), .. } = store.reserve(&request()).await.unwrap()
+        else {
+            panic!("the next attempt continues the journal")
+        };
+        assert!(given == journal, "{given:?}");
+        lease = next;
+    }
+    assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
 }

@@ -25,6 +25,7 @@ pub mod server;
 #[cfg(feature = "sqlite")]
 pub mod sqlite;
 pub mod stores;
+pub mod tls;
 #[cfg(feature = "wrappers")]
 pub mod wrapped;
 
@@ -32,6 +33,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 pub use self::reopen::{Reopen, decided, forget_damaged};
 pub use idem_runtime::testing::{Fault, FaultyStore, StoreCall};
+
+/// Returns the statement of docs/operations.md about journals, for the table with this name.
+pub fn statement_about_journals(table: &str) -> String {
+    let section = include_str!("../../docs/operations.md").split_once("### Journals of steps").expect("the section").1;
+    let block = section.split_once("```sql\n").and_then(|(_, rest)| rest.split_once("\n```")).expect("a statement").0;
+    assert!(block.contains("FROM idem.records\n"), "{block}");
+    block.replace("idem.records", table)
+}
 
 /// Yields to other tasks `polls` times.
 pub async fn yields(polls: u32) {

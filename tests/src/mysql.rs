@@ -18,7 +18,55 @@ use mysql_async::prelude::Queryable;
 use mysql_async::{Conn, Opts};
 
 use crate::proxy::{Line, Proxy};
-use crate::server::{Env, forever, free_port, keep, signal};
+use crate::server::{Env, forever, free_port, keep, signal, until};
+
+/// Words of a server about its replication, which MySQL has renamed.
+struct Words {
+    primary: &'static str,
+    replica: &'static str,
+    /// Setting with which the commits of a primary without a replica wait, too.
+    waits_alone: &'static str,
+    /// Statement by which a replica follows the server at a port.
+    follow: fn(u16) -> String,
+    /// Column of the replica's status with the transactions that it has received.
+    received: &'static str,
+    /// Statement that answers 1 if the replica has run the transactions `RECEIVED`.
+    has_run: &'static str,
+}
+
+impl Words {
+    fn of_the_server() -> Self {
+        if is_mariadb() {
+            Self {
+                primary: "master",
+                replica: "slave",
+                waits_alone: "wait_no_slave",
+                follow: |port| {
+                    format!(
+                        "CHANGE MASTER TO MASTER_HOST = '127.0.0.1', MASTER_PORT = {port}, MASTER_USER = 'root', \
+                         MASTER_USE_GTID = slave_pos"
+                    )
+                },
+                received: "Gtid_IO_Pos",
+                has_run: "SELECT @@global.gtid_slave_pos = RECEIVED",
+            }
+        } else {
+            Self {
+                primary: "source",
+                replica: "replica",
+                waits_alone: "wait_no_replica",
+                follow: |port| {
+                    format!(
+                        "CHANGE REPLICATION SOURCE TO SOURCE_HOST = '127.0.0.1', SOURCE_PORT = {port}, \
+                         SOURCE_USER = 'root', SOURCE_AUTO_POSITION = 1, GET_SOURCE_PUBLIC_KEY = 1"
+                    )
+                },
+                received: "Retrieved_Gtid_Set",
+                has_run: "SELECT gtid_subset(RECEIVED, @@global.gtid_executed)",
+            }
+        }
+    }
+}
 
 /// Server process; killed when dropped.
 #[derive(Debug)]
@@ -128,6 +176,74 @@ impl MySqlServer {
         server.set(args);
         server.run();
         server
+    }
+
+    /// Starts a server that a replica can follow.
+    pub fn primary() -> Self {
+        Self::replicating(1, &[])
+    }
+
+    /// Starts a server with this number that takes part in semi-synchronous replication.
+    fn replicating(number: u32, args: &[&str]) -> Self {
+        let number = format!("--server-id={number}");
+        let common = ["--log-bin=log", "--binlog-format=ROW", "--sync-binlog=1"];
+        let own: &[&str] = if is_mariadb() {
+            &["--log-slave-updates=1", "--rpl-semi-sync-master-wait-point=AFTER_SYNC"]
+        } else {
+            let plugins = "--plugin-load-add=semisync_source.so;semisync_replica.so";
+            &[plugins, "--gtid-mode=ON", "--enforce-gtid-consistency=ON"]
+        };
+        Self::start_with(&[&[&*number], &common[..], own, args].concat())
+    }
+
+    /// Starts a replica that follows `primary`, and lets each commit of `primary` wait until the replica has received
+    /// it, before the commit shows to other sessions.
+    pub async fn replica_of(primary: &Self) -> Self {
+        let replica = Self::replicating(2, &["--read-only=1"]);
+        let (mut follower, mut raw) = (replica.raw().await, primary.raw().await);
+        let words = Words::of_the_server();
+        follower.query_drop(format!("SET GLOBAL rpl_semi_sync_{}_enabled = 1", words.replica)).await.expect("is set");
+        for statement in [(words.follow)(primary.port), format!("START {}", words.replica)] {
+            follower.query_drop(statement).await.expect("follows");
+        }
+        // The commit of a primary without a replica waits for one, too.
+        for (name, value) in [(words.waits_alone, "1"), ("timeout", "600000"), ("enabled", "1")] {
+            let set = format!("SET GLOBAL rpl_semi_sync_{}_{name} = {value}", words.primary);
+            raw.query_drop(set).await.expect("is set");
+        }
+        until("commits wait for the replica", async || {
+            let names = format!("'Rpl_semi_sync_{0}_clients', 'Rpl_semi_sync_{0}_status'", words.primary);
+            let question = format!("SHOW GLOBAL STATUS WHERE Variable_name IN ({names})");
+            let rows: Vec<(String, String)> = raw.query(question).await.expect("answers");
+            rows.len() == 2 && rows.iter().all(|(_, value)| value == "1" || value == "ON")
+        })
+        .await;
+        replica
+    }
+
+    /// Makes this replica a primary, once it has run all statements that it has received. The old primary is dead.
+    pub async fn promote(&self) {
+        let mut raw = self.raw().await;
+        let words = Words::of_the_server();
+        raw.query_drop(format!("STOP {} IO_THREAD", words.replica)).await.expect("obeys");
+        until("the replica has run what it has received", async || {
+            let status = raw.query_first(format!("SHOW {} STATUS", words.replica)).await.expect("answers");
+            let status: mysql_async::Row = status.expect("a row");
+            let received: String = status.get(words.received).expect("a text");
+            let has_run = words.has_run.replace("RECEIVED", &format!("'{received}'"));
+            raw.query_first::<u8, _>(has_run).await.expect("answers") == Some(1)
+        })
+        .await;
+        let stop = [format!("STOP {}", words.replica), format!("RESET {} ALL", words.replica)];
+        for statement in stop.into_iter().chain(["SET GLOBAL read_only = 0".to_owned()]) {
+            raw.query_drop(statement).await.expect("obeys");
+        }
+    }
+
+    /// Lets commits no longer wait for the replica.
+    pub async fn stop_waiting(&self) {
+        let set = format!("SET GLOBAL rpl_semi_sync_{}_enabled = 0", Words::of_the_server().primary);
+        self.raw().await.query_drop(set).await.expect("is set");
     }
 
     /// Port of the server.

@@ -19,6 +19,8 @@ use std::time::Duration;
 
 use serde_json::json;
 
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+use crate::report::human;
 use crate::report::{Output, STATUSES, Stop, hidden};
 #[cfg(feature = "redis")]
 use crate::store::redis::NAMESPACE;
@@ -37,6 +39,10 @@ pub(crate) struct DoctorArguments {
     #[arg(long)]
     pub(crate) json: bool,
 }
+
+/// Number of rows that expired more than a day ago and still exist, at which the doctor stops counting, and warns.
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+const MANY_EXPIRED: u64 = 10_000;
 
 /// Severity of a finding.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -98,6 +104,23 @@ impl Findings {
 
     pub(crate) fn error(&mut self, check: &'static str, found: impl Into<String>, consequence: &str, remedy: &str) {
         self.add(check, Level::Error, &found.into(), consequence, remedy);
+    }
+
+    /// Adds the check whether a purge removes expired records. `due`: number of records that were due a day ago, at
+    /// most [`MANY_EXPIRED`]. `options`: name of the store's options.
+    #[cfg(any(feature = "mysql", feature = "postgres"))]
+    fn due(&mut self, due: u64, oldest: Duration, options: &str) {
+        let oldest = human(oldest);
+        match due {
+            0 => self.ok("purge", "no record was due a day ago"),
+            MANY_EXPIRED.. => self.warning(
+                "purge",
+                format!("{MANY_EXPIRED} records or more were due a day ago; the oldest {oldest} ago"),
+                "expired records are never removed, or fewer than come: the table grows",
+                &format!("set `{options}::purge_every`, or run `idem purge` from time to time"),
+            ),
+            due => self.ok("purge", format!("{due} records were due a day ago; the oldest {oldest} ago")),
+        }
     }
 }
 

@@ -5,15 +5,13 @@ use std::time::Duration;
 use tokio_postgres::types::FromSql;
 use tokio_postgres::{Client, Row};
 
-use super::Findings;
-use crate::report::{Stop, human};
+use super::{Findings, MANY_EXPIRED};
+use crate::report::Stop;
 use crate::store::postgres::{Database, VERSION, ask, differences, refused};
 
 /// Number of dead rows above which the doctor warns, if the table also has more than half as many dead rows
 /// as live rows.
 const MANY_DEAD: i64 = 10_000;
-/// Number of rows that expired more than a day ago and still exist, at which the doctor stops counting, and warns.
-const MANY_EXPIRED: i64 = 10_000;
 /// Highest fill factor that leaves space for a small result in the page of its reservation (measured:
 /// benches/README.md).
 const FULLEST: f64 = 50.0;
@@ -343,26 +341,15 @@ async fn bloat(client: &Client, tables: &[Table], findings: &mut Findings) -> Re
 /// Checks for expired records that no purge has removed.
 async fn purge(database: &Database, client: &Client, findings: &mut Findings) -> Result<(), tokio_postgres::Error> {
     let schema = database.schema.replace('"', "\"\"");
-    let limit = MANY_EXPIRED;
     let question = format!(
         "SELECT count(*), coalesce(extract(epoch FROM statement_timestamp() - min(listed_at)), 0)::int8 FROM \
          (SELECT listed_at FROM \"{schema}\".records WHERE listed_at < statement_timestamp() - interval '1 day' \
-         ORDER BY listed_at LIMIT {limit}) AS due"
+         ORDER BY listed_at LIMIT {MANY_EXPIRED}) AS due"
     );
     // An error is ignored here: if the login lacks the right to read, the probe reports the missing right.
     let Ok(rows) = ask(client, &question, &[]).await else { return Ok(()) };
     let (due, oldest): (i64, i64) = rows.first().map_or((0, 0), |row| (row.get(0), row.get(1)));
-    let oldest = human(Duration::from_secs(oldest.unsigned_abs()));
-    match due {
-        0 => findings.ok("purge", "no record was due a day ago"),
-        MANY_EXPIRED.. => findings.warning(
-            "purge",
-            format!("{limit} records or more were due a day ago; the oldest {oldest} ago"),
-            "expired records are never removed, or fewer than come: the table grows",
-            "set `PostgresOptions::purge_every`, or run `idem purge` from time to time",
-        ),
-        due => findings.ok("purge", format!("{due} records were due a day ago; the oldest {oldest} ago")),
-    }
+    findings.due(due.unsigned_abs(), Duration::from_secs(oldest.unsigned_abs()), "PostgresOptions");
     Ok(())
 }
 

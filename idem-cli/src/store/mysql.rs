@@ -6,7 +6,7 @@ use std::time::Duration;
 use idem_runtime::mysql::MySqlOptions;
 use idem_runtime::{MySqlStore, Store};
 use mysql_async::prelude::Queryable;
-use mysql_async::{Conn, Opts, OptsBuilder};
+use mysql_async::{Conn, Error, Opts, OptsBuilder};
 
 use super::{Access, NO_INDEX_FOR_DECISIONS, NO_INDEX_FOR_PURGES, Place, PlaceFuture, Server, compare, parameters};
 use crate::report::Stop;
@@ -15,7 +15,7 @@ use crate::{shell, tls};
 /// Default name of the table of records.
 pub(crate) const TABLE: &str = "idem_records";
 /// Version of the table's layout that this release needs. The comment on the table starts with this text.
-const VERSION: &str = "idem 1";
+pub(crate) const VERSION: &str = "idem 1";
 
 /// A database, and the name of the table in this database.
 pub(crate) struct Database {
@@ -61,9 +61,14 @@ impl Database {
             let roots = roots.into_iter().map(|root| root.to_vec().into()).collect();
             ssl.with_root_certs(roots).with_disable_built_in_roots(true)
         });
+        let is_encrypted = ssl.is_some();
         let opts = OptsBuilder::from_opts(opts).prefer_socket(false).ssl_opts(ssl);
         match tokio::time::timeout(timeout, Conn::new(opts)).await {
             Ok(Ok(conn)) => Ok(conn),
+            // MariaDB does not tell that it takes only encrypted connections.
+            Ok(Err(Error::Server(error))) if matches!(error.code, 1045 | 3159) && !is_encrypted => Err(unreachable(
+                &format!("{error}; if it takes only encrypted connections, add `?require_ssl=true` to the URL"),
+            )),
             Ok(Err(error)) => Err(unreachable(&error.to_string())),
             Err(_) => Err(unreachable("no answer in time")),
         }
@@ -81,7 +86,7 @@ impl Database {
     }
 
     /// Returns the differences between the table and the table that this release needs; `None` if there is no table.
-    async fn differences(&self, conn: &mut Conn) -> Result<Option<Vec<String>>, mysql_async::Error> {
+    pub(crate) async fn differences(&self, conn: &mut Conn) -> Result<Option<Vec<String>>, Error> {
         let of_table = "WHERE table_schema = database() AND table_name = ?";
         let comment = format!("SELECT table_comment FROM information_schema.tables {of_table}");
         let Some(comment) = conn.exec_first::<String, _, _>(comment, (&self.table,)).await? else { return Ok(None) };
@@ -108,7 +113,7 @@ impl Database {
 }
 
 /// Returns the error for a statement that the server refused.
-pub(crate) fn refused(error: &mysql_async::Error) -> Stop {
+pub(crate) fn refused(error: &Error) -> Stop {
     Stop::Unreachable(format!("the server refused: {error}"))
 }
 

@@ -1,14 +1,17 @@
 //! Tests of the commands on real servers, and of the doctor's findings there.
 
-use std::process::Stdio;
+use std::process::{Child, Stdio};
 
-use idem_runtime::{DynamoStore, NatsStore, PostgresStore, RedisStore, Store};
+use idem_runtime::{DynamoStore, MySqlStore, NatsStore, PostgresStore, RedisStore, Store};
 use idem_tests::cluster::{Cluster, Watched};
 use idem_tests::dynamo::{self, Emulator};
+use idem_tests::mysql::{self, MySqlServer};
 use idem_tests::nats::{self, NatsServer};
 use idem_tests::postgres::{self, PgBouncer, PostgresServer};
 use idem_tests::server::{Kind, RedisServer, raw, until};
 use idem_tests::sqlite::Folder;
+use idem_tests::tls::Certificate;
+use mysql_async::prelude::Queryable as _;
 use serde_json::Value;
 
 use super::support::{
@@ -179,24 +182,16 @@ async fn all_commands_work_on_a_redis_server() {
 /// The test's server also speaks TLS, with a certificate that is not trusted by default.
 #[test]
 fn commands_reach_redis_by_tls_if_its_certificate_is_trusted() {
-    let folder = Folder::new();
-    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
-    let made = std::process::Command::new("openssl")
-        .args(["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"])
-        .args(["-addext", "subjectAltName=DNS:localhost", "-addext", "basicConstraints=critical,CA:FALSE"])
-        .args(["-keyout", &path("key.pem"), "-out", &path("cert.pem")])
-        .output()
-        .expect("openssl runs; ./scripts/test installs it");
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let certificate = Certificate::new();
     let port = idem_tests::server::free_port();
     let tls =
-        ["--tls-port", &port.to_string(), "--tls-cert-file", &path("cert.pem"), "--tls-key-file", &path("key.pem")];
+        ["--tls-port", &port.to_string(), "--tls-cert-file", &certificate.file(), "--tls-key-file", &certificate.key()];
     let rest = ["--tls-auth-clients", "no", "--requirepass", "secret"];
     let server = RedisServer::start_with(Kind::Redis, &[&tls[..], &rest].concat());
     let with = |url: &str, trusted: bool, arguments: &[&str]| {
         let mut idem = command(arguments);
         if trusted {
-            idem.env("SSL_CERT_FILE", path("cert.pem"));
+            idem.env("SSL_CERT_FILE", certificate.file());
         }
         let run = run(idem.env("IDEM_STORE", url));
         assert!(!run.err.contains("secret") && !run.out.contains("secret"), "{run:?}");
@@ -290,15 +285,20 @@ async fn the_doctor_of_redis_finds_settings_that_lose_records() {
     assert!(!refused.err.contains("wrong-secret"), "{refused:?}");
 }
 
+/// Asserts that the commands miss the table of a new server, and create it.
+fn creates_the_table(url: &str) {
+    idem_at(url, &["show", "pay/42"]).ends(3).complains("there is no table");
+    finds(&idem_at(url, &["doctor", "--json"]).ends(1), "schema", "error", "there is no table");
+    idem_at(url, &["schema", "diff"]).ends(4);
+    idem_at(url, &["schema", "migrate", "--yes"]).ends(0);
+    idem_at(url, &["schema", "diff"]).ends(0);
+}
+
 #[tokio::test]
 async fn all_commands_work_on_a_postgresql_server() {
     let server = PostgresServer::start();
     let url = server.url();
-    idem_at(&url, &["show", "pay/42"]).ends(3).complains("there is no table");
-    finds(&idem_at(&url, &["doctor", "--json"]).ends(1), "schema", "error", "there is no table");
-    idem_at(&url, &["schema", "diff"]).ends(4);
-    idem_at(&url, &["schema", "migrate", "--yes"]).ends(0);
-    idem_at(&url, &["schema", "diff"]).ends(0);
+    creates_the_table(&url);
     let store = PostgresStore::connect(&url).await.unwrap();
     settles(&url, &store).await;
     let doctor = idem_at(&url, &["doctor", "--json"]).ends(0);
@@ -459,6 +459,231 @@ async fn migrate_fails_on_postgresql_if_a_column_an_index_or_a_right_is_missing_
 }
 
 #[tokio::test]
+async fn all_commands_work_on_a_mysql_server() {
+    let server = MySqlServer::start();
+    let url = server.url();
+    creates_the_table(&url);
+    let store = MySqlStore::connect(&url).await.unwrap();
+    settles(&url, &store).await;
+    let doctor = idem_at(&url, &["doctor", "--json"]).ends(0);
+    for check in [
+        "version",
+        "innodb_flush_log_at_trx_commit",
+        "innodb_doublewrite",
+        "role",
+        "max_allowed_packet",
+        "replication",
+        "clock",
+        "schema",
+        "permissions",
+        "purge",
+        "probe",
+    ] {
+        finds(&doctor, check, "ok", "");
+    }
+    // The printed command shows the record. This login has no password, for which the command would ask.
+    let printed = idem_at(&url, &["key", "pay/kept"]).ends(0).out;
+    let client = printed.lines().find_map(|line| line.strip_prefix("mysql ")).unwrap_or_else(|| panic!("{printed}"));
+    let shown = std::process::Command::new("sh").args(["-c", &client.replace(" -p ", " ")]).output().unwrap();
+    // The owner token is no text.
+    let text = String::from_utf8_lossy(&shown.stdout);
+    assert!(text.contains("1/pay/kept") && text.contains("completed"), "{shown:?}");
+    // Records of MySQL have no namespace, so another namespace would show the same records.
+    idem_at(&url, &["show", "pay/kept", "--namespace", "shop:"]).ends(2).complains("`?table=NAME`");
+    // A URL with another table names another store, which has no table yet.
+    let other = format!("{url}?table=shop");
+    idem_at(&other, &["show", "pay/42"]).ends(3);
+    idem_at(&other, &["schema", "migrate", "--yes"]).ends(0);
+    idem_at(&other, &["show", "pay/42"]).ends(4);
+    // The printed grants are sufficient for a login, and the doctor names a right that is missing.
+    let mut raw = mysql::raw(&url).await;
+    raw.query_drop("CREATE USER handlers@'%'").await.unwrap();
+    let print = ["schema", "print", "mysql", "--table", "shop", "--login", "handlers"];
+    for statement in idem_at(&url, &print).ends(0).out.split_inclusive(';').filter(|it| it.contains("GRANT")) {
+        raw.query_drop(statement).await.unwrap();
+    }
+    let login = other.replace("root@", "handlers@");
+    let doctor = idem_at(&login, &["doctor", "--json"]).ends(0);
+    finds(&doctor, "permissions", "ok", "");
+    finds(&doctor, "probe", "ok", "");
+    raw.query_drop("REVOKE DELETE ON shop FROM handlers@'%'").await.unwrap();
+    finds(&idem_at(&login, &["doctor", "--json"]).ends(1), "permissions", "warning", "lacks DELETE on the table");
+    for right in ["UPDATE", "INSERT"] {
+        raw.query_drop(format!("REVOKE {right} ON shop FROM handlers@'%'")).await.unwrap();
+        let doctor = idem_at(&login, &["doctor", "--json"]).ends(1);
+        finds(&doctor, "permissions", "error", right);
+        finds(&doctor, "open", "error", &format!("lacks {right} on the table"));
+    }
+    // The doctor finds settings that lose records in a crash, and `schema diff` finds a table of a later release.
+    raw.query_drop("SET GLOBAL innodb_flush_log_at_trx_commit = 2").await.unwrap();
+    finds(&idem_at(&url, &["doctor", "--json"]).ends(1), "innodb_flush_log_at_trx_commit", "error", "2");
+    raw.query_drop("SET GLOBAL innodb_flush_log_at_trx_commit = 1").await.unwrap();
+    raw.query_drop("ALTER TABLE idem_records DROP INDEX listed_at").await.unwrap();
+    idem_at(&url, &["schema", "diff"]).ends(1).says("no index on `listed_at`");
+    finds(&idem_at(&url, &["doctor", "--json"]), "schema", "error", "no index on `listed_at`");
+    raw.query_drop("ALTER TABLE idem_records COMMENT = 'idem 99'").await.unwrap();
+    idem_at(&url, &["schema", "diff"]).ends(1).says("its comment names the version `idem 99`");
+    idem_at(&url, &["show", "pay/42"]).ends(3).complains("of another version");
+    let wrong = url.replace("root@", "nobody:secret@");
+    let refused = idem_at(&wrong, &["show", "pay/42"]).ends(3);
+    assert!(!refused.err.contains("secret"), "{refused:?}");
+}
+
+#[tokio::test]
+async fn the_doctor_of_mysql_finds_expired_records_and_a_clock_that_differs() {
+    let server = MySqlServer::start();
+    let url = server.url();
+    idem_at(&url, &["schema", "migrate", "--yes"]).ends(0);
+    let store = MySqlStore::connect(&url).await.unwrap();
+    for at in 0..3 {
+        expired(&store, &at.to_string()).await;
+    }
+    let mut raw = mysql::raw(&url).await;
+    let days = 3 * 86_400_000_000_u64;
+    raw.query_drop(format!("UPDATE idem_records SET listed_at = listed_at - {days}")).await.unwrap();
+    finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "purge", "ok", "3 records were due a day ago; the oldest 3 d");
+    let rows = format!(
+        "INSERT INTO idem_records (`key`, owner, format, state, attempt, attempts_used, on_crash_fail, lapses_at, expires_at, \
+         listed_at, first_seen_at, began_at) WITH RECURSIVE numbers AS (SELECT 1 AS n UNION ALL SELECT n + 1 FROM numbers \
+         WHERE n < 10000) SELECT concat('1/pay/many', n), '0123456789abcdef', 1, 'released', 1, 1, 0, 0, 0, {days}, 0, 0 \
+         FROM numbers"
+    );
+    let limit = if mysql::is_mariadb() { "max_recursive_iterations" } else { "cte_max_recursion_depth" };
+    raw.query_drop(format!("SET SESSION {limit} = 20000")).await.unwrap();
+    raw.query_drop(rows).await.unwrap();
+    finds(
+        &idem_at(&url, &["doctor", "--json"]).ends(0),
+        "purge",
+        "warning",
+        "10000 records or more were due a day ago",
+    );
+    idem_at(&url, &["purge"]).ends(0).says("10003");
+    finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "purge", "ok", "no record was due");
+    // The time of every session, as of a server whose clock stands.
+    raw.query_drop("SET GLOBAL init_connect = 'SET timestamp = 1'").await.unwrap();
+    raw.query_drop("CREATE USER worker@'%'").await.unwrap();
+    raw.query_drop("GRANT ALL ON idem.idem_records TO worker@'%'").await.unwrap();
+    let doctor = idem_at(&url.replace("root@", "worker@"), &["doctor", "--json"]);
+    finds(&doctor, "clock", "warning", "behind this machine's");
+}
+
+#[tokio::test]
+async fn the_doctor_of_mysql_warns_that_a_failover_would_lose_records() {
+    let primary = MySqlServer::primary();
+    let url = primary.url();
+    idem_at(&url, &["schema", "migrate", "--yes"]).ends(0);
+    finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "replication", "ok", "no replica");
+    let replica = MySqlServer::replica_of(&primary).await;
+    finds(&idem_at(&url, &["doctor", "--json"]).ends(0), "replication", "ok", "wait for a replica, for 600000 ms");
+    finds(&idem_at(&replica.url(), &["doctor", "--json"]).ends(1), "role", "error", "a replica");
+    primary.stop_waiting().await;
+    let doctor = idem_at(&url, &["doctor", "--json"]).ends(0);
+    finds(&doctor, "replication", "warning", "no commit waits for a replica, and 1 follow");
+    for check in ["binlog_format", "sync_binlog"] {
+        finds(&doctor, check, "ok", "");
+    }
+}
+
+#[tokio::test]
+async fn a_replica_of_mysql_can_be_read() {
+    let primary = MySqlServer::primary();
+    idem_at(&primary.url(), &["schema", "migrate", "--yes"]).ends(0);
+    let store = MySqlStore::connect(&primary.url()).await.unwrap();
+    completed(&store, "done", b"\"receipt\"").await;
+    interrupted(&store, "42").await;
+    let replica = MySqlServer::replica_of(&primary).await;
+    let url = replica.url();
+    let mut raw = replica.raw().await;
+    until("the replica has the records", async || {
+        let rows = "SELECT count(*) FROM idem_records WHERE state IN ('completed', 'interrupted')";
+        matches!(raw.query_first::<u64, _>(rows).await, Ok(Some(2)))
+    })
+    .await;
+    idem_at(&url, &["show", "pay/done", "--result"]).ends(0).says("\n\"receipt\"\n");
+    idem_at(&url, &["show", "pay/none"]).ends(4);
+    idem_at(&url, &["list", "--uncertain"]).ends(0).says("interrupted").says("pay/42");
+    idem_at(&url, &["stats"]).ends(0).says("pay\n    1 interrupted, 1 completed");
+    idem_at(&url, &["watch", "--times", "1"]).ends(0).says("1 interrupted");
+    idem_at(&url, &["resolve", "pay/42", "--shape"]).ends(0).says("text, as in `pay/done`");
+    idem_at(&url, &["forget", "--prefix", "pay/", "--dry-run"]).ends(0).says("pay/42");
+    // Decisions are refused, with the advice to connect to the primary.
+    let seen = revision(&url, "pay/42");
+    assert_eq!(seen, revision(&primary.url(), "pay/42"));
+    for verb in [&["reopen", "pay/42", "--seen", &seen, "--yes"][..], &["purge"], &["schema", "migrate", "--yes"]] {
+        idem_at(&url, verb).ends(3).complains("connect to the primary");
+    }
+    // A login that may only read suffices.
+    let mut owner = primary.raw().await;
+    owner.query_drop("CREATE USER support@'%'").await.unwrap();
+    owner.query_drop("GRANT SELECT ON idem_records TO support@'%'").await.unwrap();
+    let login = primary.url().replace("root@", "support@");
+    idem_at(&login, &["show", "pay/42"]).ends(0).says("interrupted");
+    idem_at(&login, &["reopen", "pay/42", "--seen", &seen, "--yes"]).ends(3).complains("lacks INSERT on the table");
+    owner.query_drop("REVOKE SELECT ON idem_records FROM support@'%'").await.unwrap();
+    idem_at(&login, &["show", "pay/42"]).ends(3);
+    idem_at(&primary.url(), &["reopen", "pay/42", "--seen", &seen, "--yes"]).ends(0);
+}
+
+#[tokio::test]
+async fn migrate_fails_on_mysql_if_a_column_an_index_or_a_right_is_missing_afterwards() {
+    let server = MySqlServer::start();
+    let url = server.url();
+    let migrate = ["schema", "migrate", "--yes"];
+    idem_at(&url, &migrate).ends(0).says("mysql has what this release needs");
+    let mut raw = mysql::raw(&url).await;
+    raw.query_drop("ALTER TABLE idem_records DROP INDEX listed_at").await.unwrap();
+    let refused = idem_at(&url, &migrate).ends(1);
+    refused.complains("there is no index on `listed_at`").complains("`idem schema print mysql`");
+    raw.query_drop("ALTER TABLE idem_records DROP INDEX undecided").await.unwrap();
+    idem_at(&url, &["doctor"]).says("there is no index on `key` where `on_crash_fail`");
+    let indexes = "ADD INDEX undecided (on_crash_fail, `key`), ADD INDEX listed_at (listed_at)";
+    raw.query_drop(format!("ALTER TABLE idem_records {indexes}")).await.unwrap();
+    raw.query_drop("ALTER TABLE idem_records DROP COLUMN begun").await.unwrap();
+    let refused = idem_at(&url, &migrate);
+    assert!([1, 3].contains(&refused.status) && refused.err.contains("begun"), "{refused:?}");
+    raw.query_drop("ALTER TABLE idem_records ADD COLUMN begun tinyint NOT NULL DEFAULT 0").await.unwrap();
+    idem_at(&url, &migrate).ends(0);
+    raw.query_drop("CREATE USER handlers@'%'").await.unwrap();
+    raw.query_drop("GRANT SELECT, INSERT ON idem_records TO handlers@'%'").await.unwrap();
+    let login = url.replace("root@", "handlers@");
+    idem_at(&login, &migrate).ends(3).complains("lacks UPDATE on the table");
+    raw.query_drop("GRANT UPDATE ON idem_records TO handlers@'%'").await.unwrap();
+    idem_at(&login, &migrate).ends(0);
+}
+
+/// The server takes only encrypted connections, with a certificate that is not trusted by default.
+#[tokio::test]
+async fn commands_reach_mysql_by_tls_if_its_certificate_is_trusted() {
+    let certificate = Certificate::new();
+    let files = [("cert", certificate.file()), ("key", certificate.key())];
+    let args = files.map(|(name, file)| format!("--ssl-{name}={file}"));
+    let server = MySqlServer::start_with(&args.each_ref().map(|arg| &**arg));
+    idem_at(&server.url(), &["schema", "migrate", "--yes"]).ends(0);
+    server.raw().await.query_drop("SET GLOBAL require_secure_transport = 1").await.unwrap();
+    let with = |url: &str, trusted: bool, arguments: &[&str]| {
+        let mut idem = command(arguments);
+        if trusted {
+            idem.env("SSL_CERT_FILE", certificate.file());
+        }
+        run(idem.env("IDEM_STORE", url))
+    };
+    let plain = server.url().replace("127.0.0.1", "localhost");
+    let url = format!("{plain}?require_ssl=true");
+    with(&url, true, &["show", "pay/42"]).ends(4).complains("there is no record");
+    finds(&with(&url, true, &["doctor", "--json"]).ends(0), "probe", "ok", "");
+    for (url, trusted, text) in [
+        (&url, false, "certificate: "),
+        (&format!("{}?require_ssl=true", server.url()), true, "not valid for name"),
+        (&plain, true, "require_ssl=true"),
+    ] {
+        for verb in [&["show", "pay/42", "--timeout", "5"][..], &["doctor", "--timeout", "5"]] {
+            let refused = with(url, trusted, verb).ends(3);
+            assert!(refused.err.contains(text) && refused.err.starts_with("idem: "), "no `{text}` in {refused:?}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn the_doctor_of_a_full_redis_server_advises_to_make_room() {
     let server = RedisServer::start_with(Kind::Redis, &["--appendonly", "yes"]);
     let mut raw = server.raw().await;
@@ -471,6 +696,20 @@ async fn the_doctor_of_a_full_redis_server_advises_to_make_room() {
     let (_, finding) = found(&doctor, "probe");
     let remedy = finding["remedy"].as_str().unwrap();
     assert!(remedy.contains("make room") && !remedy.contains("right"), "{finding}");
+}
+
+/// Starts a purge of one record at a time.
+fn purges(url: &str) -> Child {
+    let mut purge = command(["purge", "--batch", "1", "--timeout", "600"]);
+    purge.env("IDEM_STORE", url).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+/// Asserts that the server has ended after three removals of `purge`.
+fn was_interrupted(purge: Child) {
+    let output = purge.wait_with_output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!((output.status.code(), output.stdout.len()), (Some(3), 0), "{said}");
+    assert!(said.contains("3 expired records were removed before that: repeat it"), "{said}");
 }
 
 #[tokio::test]
@@ -490,25 +729,46 @@ async fn an_interrupted_purge_is_an_error_and_a_second_purge_finishes() {
                  END $$;
                  CREATE TRIGGER hangs BEFORE DELETE ON idem.records FOR EACH ROW EXECUTE FUNCTION idem.hangs()";
     raw.batch_execute(hangs).await.unwrap();
-    let purge = command(["purge", "--batch", "1", "--timeout", "600"])
-        .env("IDEM_STORE", &url)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let purge = purges(&url);
     until("it is in the middle", async || {
         let asleep = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'PgSleep'";
         raw.query_one(asleep, &[]).await.unwrap().get::<_, i64>(0) == 1
     })
     .await;
     server.kill();
-    let output = purge.wait_with_output().unwrap();
-    let said = String::from_utf8(output.stderr).unwrap();
-    assert_eq!((output.status.code(), output.stdout.len()), (Some(3), 0), "{said}");
-    assert!(said.contains("3 expired records were removed before that: repeat it"), "{said}");
+    was_interrupted(purge);
     server.run();
     server.raw().await.batch_execute("DROP TRIGGER hangs ON idem.records").await.unwrap();
     idem_at(&url, &["purge", "--batch", "1"]).ends(0).says("3 expired records removed from postgres");
+    let rest = idem_at(&url, &["list", "--json"]).ends(0).json();
+    assert_eq!(rest["key"], "pay/kept");
+}
+
+#[tokio::test]
+async fn an_interrupted_purge_of_mysql_is_an_error_and_a_second_purge_finishes() {
+    let mut server = MySqlServer::start();
+    let url = server.url();
+    idem_at(&url, &["schema", "migrate", "--yes"]).ends(0);
+    let store = MySqlStore::connect(&url).await.unwrap();
+    interrupted(&store, "kept").await;
+    for at in 0..6 {
+        expired(&store, &at.to_string()).await;
+    }
+    let mut raw = server.raw().await;
+    let hangs = "CREATE TRIGGER hangs BEFORE DELETE ON idem_records FOR EACH ROW \
+                 IF (SELECT count(*) FROM idem_records) = 4 THEN DO sleep(600); END IF";
+    raw.query_drop(hangs).await.unwrap();
+    let purge = purges(&url);
+    until("it is in the middle", async || {
+        let asleep = "SELECT count(*) FROM information_schema.processlist WHERE state = 'User sleep'";
+        raw.query_first::<u64, _>(asleep).await.unwrap() == Some(1)
+    })
+    .await;
+    server.kill();
+    was_interrupted(purge);
+    server.run();
+    server.raw().await.query_drop("DROP TRIGGER hangs").await.unwrap();
+    idem_at(&url, &["purge", "--batch", "1"]).ends(0).says("3 expired records removed from mysql");
     let rest = idem_at(&url, &["list", "--json"]).ends(0).json();
     assert_eq!(rest["key"], "pay/kept");
 }

@@ -1,11 +1,14 @@
 //! Tests of the commands for steps, with SQLite files.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use idem_runtime::policy::StepPolicy;
 use idem_runtime::store::Journal;
-use idem_runtime::{Error, Key, Operation, Policy, SqliteStore, Store, current};
+use idem_runtime::{Compressed, Error, Key, Offloaded, Operation, Policy, SqliteStore, Store, current};
 use idem_tests::sqlite::raw;
+use object_store::ObjectStore;
+use object_store::memory::InMemory;
 use serde_json::{Value, json};
 
 use super::support::{Records, completed, doubtful, file, key, on_terminal, state};
@@ -238,4 +241,61 @@ async fn a_journal_that_can_not_be_read_is_only_removed() {
     let found = records.store.inspect(&key("42")).await.unwrap().unwrap();
     assert_eq!(found.record.journal, None);
     assert_eq!(found.decided_by(), Some("alice"));
+}
+
+/// The command opens the raw store, where a wrapper hides a kept journal together with its result.
+#[tokio::test]
+async fn show_does_not_claim_that_a_wrapped_value_has_no_steps() {
+    let records = Records::new().await;
+    let objects: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let compressed = Compressed::options().above(0).wrap(records.store.clone());
+    let offloaded = Offloaded::options().above(0).wrap(records.store.clone(), Arc::clone(&objects));
+    let twice = Compressed::options().above(0).wrap(offloaded.clone());
+    for (text, store, says) in [
+        ("compressed", &compressed as &dyn Store, "the result is compressed"),
+        ("offloaded", &offloaded, "the result is in an object"),
+        ("twice", &twice, "the result is in an object"),
+    ] {
+        for keep in [true, false] {
+            let name = format!("{text} {keep}");
+            let operation = Operation::new(store, Key::new("pay", &*name), Policy::new(Duration::from_secs(3600)));
+            let body = async {
+                let attempt = current()?;
+                if keep {
+                    attempt.set_step_policy(StepPolicy::new().keep());
+                }
+                attempt.step("charge").run(async |_| Ok::<_, Error>("x".repeat(2000))).await
+            };
+            operation.run(body).await.unwrap();
+            let run = records.idem(&["show", &format!("pay/{name}"), "--steps"]).ends(0);
+            let object = shown(&records, &name, &["--steps"]);
+            // A wrapper around a wrapper does not see the content.
+            if !keep && text != "twice" {
+                assert!(!run.out.contains("steps  "), "{run:?}");
+                assert_eq!((&object["steps"], &object["journal"]), (&json!(0), &json!([])), "{name}");
+                continue;
+            }
+            run.says(&format!("steps        can't be read: {says}, and any steps kept with it are not readable here"));
+            for field in ["steps", "steps_in_doubt", "journal"] {
+                assert_eq!(object.get(field), Some(&Value::Null), "{name}: {field} of {object}");
+            }
+            assert!(object["journal_damage"].as_str().unwrap().starts_with(says), "{object}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_record_of_the_library_is_found_by_its_key() {
+    let records = Records::new().await;
+    // The record of a step in a transaction. No handler may have this scope, so the key is parsed.
+    let step: Result<Key, _> = "idem::steps/7d0f".parse();
+    let policy = Policy::new(Duration::from_secs(3600));
+    Operation::new(&records.store, step, policy).run(async { Ok::<_, Error>(17) }).await.unwrap();
+
+    records.idem(&["show", "idem::steps/7d0f", "--result"]).ends(0).says("\n17\n");
+    records.idem(&["list", "--scope", "idem::steps"]).ends(0).says("idem::steps/7d0f");
+    records.idem(&["key", "idem::steps/7d0f"]).ends(0).says("1/idem::steps/7d0f");
+    records.idem(&["key", "--scope", "idem::steps", "7d0f"]).ends(2).complains("belong to the library");
+    records.decides(&["forget"], "idem::steps/7d0f").ends(0);
+    records.idem(&["list", "--scope", "idem::steps"]).ends(4);
 }

@@ -21,6 +21,8 @@ pub(crate) mod per_runtime;
 pub(crate) mod replays;
 #[cfg(any(feature = "mysql", feature = "postgres"))]
 pub(crate) mod rows;
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+pub(crate) mod tables;
 #[cfg(any(
     feature = "redis",
     feature = "mysql",

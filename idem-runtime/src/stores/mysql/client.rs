@@ -164,7 +164,7 @@ impl MySqlPool {
                 self.moved.set(self.clock.now());
                 Ok(MySqlSession { conn, prepared: HashMap::new(), used_at: self.clock.now() })
             }
-            Some(Err(error)) => Err(OpFailure::not_connected(&error)),
+            Some(Err(error)) => Err(OpFailure::not_connected(&error, self.opts.ssl_opts().is_some())),
             None => Err(OpFailure::not_sent("no connection could be opened in time")),
         }
     }
@@ -347,6 +347,12 @@ impl From<Param> for Value {
 
 impl From<mysql_async::Row> for Row {
     fn from(row: mysql_async::Row) -> Self {
+        row.unwrap().into()
+    }
+}
+
+impl From<Vec<Value>> for Row {
+    fn from(values: Vec<Value>) -> Self {
         let cell = |value| match value {
             Value::NULL => Cell::Null,
             Value::Int(number) => Cell::Int(number),
@@ -355,6 +361,6 @@ impl From<mysql_async::Row> for Row {
             Value::Bytes(bytes) => Cell::Bytes(Bytes::from(bytes)),
             _ => Cell::Other,
         };
-        Self(row.unwrap().into_iter().map(cell).collect())
+        Self(values.into_iter().map(cell).collect())
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use mysql_async::{DriverError, Error, IoError, ServerError};
+use mysql_async::{DriverError, Error, ServerError};
 
 use crate::kit::work::{Effect, WorkFailure};
 use crate::store::{StoreError, StoreErrorKind};
@@ -91,8 +91,7 @@ impl OpFailure {
         let is_temporary = error.code == 1030 && ["Aria", "MyISAM"].iter().any(|engine| error.message.contains(engine));
         let (kind, advice) = meaning(if is_temporary { 1021 } else { error.code });
         let lacks_room = is_temporary || matches!(error.code, 1021 | 1114);
-        // The texts of these errors quote values.
-        let text = if matches!(error.code, 1062 | 1292 | 1366 | 1406 | 3819 | 4025) { "" } else { &*error.message };
+        let text = shown(error.code, &error.message);
         let message = format!("the server refused: {advice} ({}: {text})", error.code);
         // The server undoes the whole statement in these cases, and the statement is the whole transaction.
         let is_locked = matches!(error.code, 1205 | 3572);
@@ -130,8 +129,14 @@ impl OpFailure {
     }
 
     /// Converts the error of a connection that could not be opened.
-    pub(super) fn not_connected(error: &Error) -> Self {
+    pub(super) fn not_connected(error: &Error, is_encrypted: bool) -> Self {
         let failure = match error {
+            // MariaDB does not tell that it takes only encrypted connections.
+            Error::Server(error) if error.code == 1045 && !is_encrypted => {
+                let refused = Self::refused(error);
+                let hint = "if it takes only encrypted connections, add `?require_ssl=true` to the URL";
+                Self { message: format!("{}; {hint}", refused.message).into(), ..refused }
+            }
             Error::Server(error) => Self::refused(error),
             error => {
                 let is_wrong = match error {
@@ -142,9 +147,13 @@ impl OpFailure {
                         | DriverError::NoClientSslFlagFromServer,
                     )
                     | Error::Url(_) => true,
-                    Error::Io(IoError::Io(_)) => false,
+                    // A retry does not help against an untrusted certificate.
                     #[cfg(feature = "mysql-tls")]
-                    Error::Io(IoError::Tls(_)) => true,
+                    Error::Io(mysql_async::IoError::Io(error)) => {
+                        error.get_ref().is_some_and(<dyn std::error::Error + Send + Sync>::is::<rustls::Error>)
+                    }
+                    #[cfg(feature = "mysql-tls")]
+                    Error::Io(mysql_async::IoError::Tls(_)) => true,
                     _ => false,
                 };
                 let kind = if is_wrong { StoreErrorKind::Misconfigured } else { StoreErrorKind::Unavailable };
@@ -153,6 +162,11 @@ impl OpFailure {
         };
         failure.of(Effect::Reads)
     }
+}
+
+/// Returns the text of an error of the server; empty if the text may quote values.
+pub(super) fn shown(code: u16, message: &str) -> &str {
+    if matches!(code, 1062 | 1292 | 1366 | 1406 | 3819 | 4025) { "" } else { message }
 }
 
 /// Returns the meaning of an error of the server, by its number, and advice for it. An error that this function does
@@ -174,7 +188,7 @@ pub(super) fn meaning(code: u16) -> (StoreErrorKind, &'static str) {
         1665 => (Misconfigured, ROW_FORMAT),
         // Nothing was written. The server may accept the record later, or a smaller one now.
         1021 | 1114 => (Full, "its disk or the table is full"),
-        1037 | 1038 | 1041 | 1135 => (Full, "it is out of memory"),
+        1037 | 1038 | 1041 | 1135 | 1206 => (Full, "it is out of memory"),
         1040 | 1203 | 1226 => (Unavailable, "its limit of connections is reached"),
         1461 => (Unavailable, "its limit of prepared statements is reached; raise `max_prepared_stmt_count`"),
         1205 | 3572 => (Unavailable, "another session has locked the record, or is about to make it"),
@@ -222,7 +236,7 @@ impl From<OpFailure> for StoreError {
 }
 
 /// Returns the text of an error of the driver (not of the server). The text contains neither values nor passwords.
-fn driver_text(error: &Error) -> String {
+pub(super) fn driver_text(error: &Error) -> String {
     match error {
         Error::Driver(
             DriverError::FromValue { .. } | DriverError::FromRow { .. } | DriverError::UnexpectedPacket { .. },
@@ -253,6 +267,10 @@ mod tests {
         }
         for code in [1412, 1615, 4031, 1205, 1213, 1461] {
             assert_eq!(refused(code, "").kind, StoreErrorKind::Unavailable, "{code}");
+        }
+        // 1206: there is no memory for further locks, and the server undoes the whole transaction.
+        for code in [1021, 1114, 1206] {
+            assert_eq!(refused(code, "").kind, StoreErrorKind::Full, "{code}");
         }
         for code in [1820, 1862, 3159] {
             assert_eq!(refused(code, "").kind, StoreErrorKind::Misconfigured, "{code}");

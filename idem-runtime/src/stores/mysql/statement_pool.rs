@@ -79,9 +79,9 @@ impl StatementPool {
     /// Runs `statement`, which writes one record for each row or skips it, for `rows` with distinct keys. Returns for
     /// each row whether its record was written.
     ///
-    /// The servers report only how many records were written. If these are neither all nor none, the two halves of the
-    /// rows are sent again: the statement has the same effect if it is repeated, and the rows that it can't write are
-    /// few.
+    /// The servers report only how many records were written. If these are not all, the two halves of the rows are sent
+    /// again, as the rows that can't be written are few. A statement that has another effect if it is repeated must
+    /// therefore write [all records or none](Statement::is_all_or_none).
     pub(super) async fn write_many(
         &self,
         statement: &Statement,
@@ -106,7 +106,7 @@ impl StatementPool {
             has_written |= affected > 0;
             if affected >= some.len() {
                 written[from..to].fill(true);
-            } else if affected > 0 {
+            } else if some.len() > 1 && (affected > 0 || statement.is_all_or_none) {
                 let middle = from + some.len() / 2;
                 open.extend([(from, middle), (middle, to)]);
             }

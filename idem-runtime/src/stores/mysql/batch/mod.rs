@@ -309,19 +309,15 @@ impl EndWrites {
         Self(server)
     }
 
-    /// Writes ends of distinct keys. Returns for each end whether this statement wrote it. If the server wrote only
-    /// some, returns false for all: the callers then read their records, which show it.
-    async fn distinct(&self, ends: &[&EndRow]) -> Result<bool, OpFailure> {
+    /// Writes ends of distinct keys. Returns for each end whether it was written.
+    async fn distinct(&self, ends: &[&EndRow]) -> Result<Vec<bool>, OpFailure> {
         let rows: Vec<_> = ends.iter().map(|end| end.params()).collect();
         let effect = Effect::Records(ends.iter().map(|it| Self::bytes(it)).sum());
-        let affected = self.0.database.run(&self.0.sql.end_many, &rows, effect).await?.affected;
-        // Which of the attempts have ended is not known, but a waiter only reads its record once more.
-        if affected > 0 {
-            for end in ends {
-                self.0.wake(end.key.as_str());
-            }
+        let have_ended = self.0.write_many(&self.0.sql.end_many, &rows, effect, false).await?;
+        for (end, _) in ends.iter().zip(&have_ended).filter(|(_, has_ended)| **has_ended) {
+            self.0.wake(end.key.as_str());
         }
-        Ok(affected >= ends.len())
+        Ok(have_ended)
     }
 }
 
@@ -373,8 +369,8 @@ impl Work for EndWrites {
                 Err(failure) if turn > 0 => return Err(failure.after_writes()),
                 ended => ended?,
             };
-            for i in some {
-                done[i] = have_ended;
+            for (i, has_ended) in some.into_iter().zip(have_ended) {
+                done[i] = has_ended;
             }
         }
         Ok(done)
