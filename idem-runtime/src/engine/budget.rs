@@ -86,7 +86,7 @@ pub(super) fn unreached_calls() -> &'static StoreContext {
 }
 
 /// Returns the pause of a delivery that reached no call. The pause grows until another delivery reaches a call.
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 pub(crate) fn unreached() -> Duration {
     Backoff::DEFAULT.during(unreached_calls().store_failed(), unreached_calls().new_owner().seed())
 }

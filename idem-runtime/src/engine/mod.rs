@@ -41,21 +41,21 @@ pub(crate) use self::attempt::CurrentGuard;
 pub use self::attempt::{Attempt, current};
 pub use self::batch::{Batch, BatchItem, ItemFailure, ItemFailures, KafkaRecord, ObserveAll, observe_all};
 pub use self::beat::{NoBeat, OnBeat, OnBeatLost};
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 pub(crate) use self::budget::unreached;
 pub(crate) use self::call::{Protocol, Run, TypedCall};
 #[cfg(feature = "http")]
 pub(crate) use self::ending::AttemptEnd;
 pub use self::observe::{CatchPanics, Observe, observe};
 pub use self::observed_call::Refusal;
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 pub(crate) use self::observed_call::{ErrorFacts, TransactionEnd};
 #[cfg(feature = "testing")]
 pub(crate) use self::observer::Observation;
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 pub(crate) use self::observer::{settle, unsettled};
 pub use self::outbox::Outbox;
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 pub(crate) use self::outbox::{CommittedRecord, has_unsent, send_committed, send_unrecorded};
 pub use self::outcome::Outcome;
 #[cfg(feature = "tower")]
@@ -155,7 +155,7 @@ impl<R, P> Operation<R, P> {
     }
 
     /// Adds a fingerprint that the caller has computed.
-    #[cfg(any(feature = "http", feature = "postgres", feature = "with-rusqlite"))]
+    #[cfg(any(feature = "http", feature = "within"))]
     pub(crate) fn fingerprinted(mut self, fingerprint: Result<Fingerprint, FingerprintError>) -> Self {
         if self.subject.policy.current_mode() != Mode::Off {
             self.subject.fingerprint = Some(fingerprint);
@@ -164,7 +164,7 @@ impl<R, P> Operation<R, P> {
     }
 
     /// Replaces the data that a run inside of a transaction needs, and returns the earlier data.
-    #[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+    #[cfg(feature = "within")]
     pub(crate) fn at<Q>(self, place: Q) -> (Operation<R, Q>, P) {
         let Self { subject, recorder, place: left } = self;
         (Operation { subject, recorder, place }, left)

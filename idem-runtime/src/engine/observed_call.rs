@@ -341,7 +341,7 @@ impl ObservedCall {
 
 /// End of a transaction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[cfg_attr(not(any(feature = "postgres", feature = "with-rusqlite")), expect(dead_code, reason = "no transactions"))]
+#[cfg_attr(not(feature = "within"), expect(dead_code, reason = "no transactions"))]
 pub(crate) enum TransactionEnd {
     Committed,
     /// The transaction was committed, and not all messages of its calls are marked as sent.

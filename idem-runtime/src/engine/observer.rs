@@ -9,7 +9,7 @@ use tracing::Span;
 use super::beat::TimerSlot;
 use super::budget::Budget;
 use super::observed_call::{ObservedCall, Progress};
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 use super::observed_call::{RecordedPart, TransactionEnd};
 use super::turns::Turns;
 use crate::key::Key;
@@ -212,7 +212,7 @@ pub(super) fn report_again(seat: Seat, again: Option<Duration>) {
 /// Records that the transaction of this delivery begins, for the first time or again. Forgets the calls of an earlier
 /// try. The first entry becomes a call that reserves its key: if the delivery ends before [`settle`] is called, the
 /// message is delivered again.
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 pub(crate) fn unsettled() {
     with_observer(|observer| {
         observer.calls.fill(ObservedCall::NEW);
@@ -221,7 +221,7 @@ pub(crate) fn unsettled() {
 }
 
 /// Records that the transaction of this delivery has ended, or could not begin.
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 pub(crate) fn settle(settled: TransactionEnd) {
     with_observer(|Observer { calls, changed, final_error, .. }| {
         *changed = true;

@@ -18,7 +18,7 @@ use crate::combine::race;
 use crate::error::{Error, OutboxProblem, UnsentReason, deployment_pause};
 use crate::key::Key;
 use crate::metrics::StoreOp;
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 use crate::policy::Backoff;
 use crate::record::messages::{OutgoingMessage, UnsentMessages};
 use crate::record::{Decision, DecisionAnswer, Finish, Inspection, Lease, Revision, State, StoredResult, Verdict};
@@ -167,7 +167,7 @@ pub(super) fn leave_after_commit(context: &StoreContext) -> bool {
 }
 
 /// A record with messages that was committed in a user's transaction.
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct CommittedRecord {
     pub(crate) key: Key,
@@ -179,7 +179,7 @@ pub(crate) struct CommittedRecord {
 
 /// Sends the messages of a record that was committed in a user's transaction, and marks them as sent. `store` holds
 /// the record.
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 pub(crate) async fn send_committed(store: &dyn Store, committed: &CommittedRecord) -> Result<(), Error> {
     let CommittedRecord { key, written_by, found_by } = committed;
     let (context, ran) = (store.context(), found_by.is_none());
@@ -206,7 +206,7 @@ pub(crate) async fn send_committed(store: &dyn Store, committed: &CommittedRecor
 }
 
 /// Sends messages of the operation `key` that no record holds, after the commit of the user's transaction.
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 pub(crate) async fn send_unrecorded(store: &dyn Store, key: &Key, messages: &[OutgoingMessage]) -> Result<(), Error> {
     let Some(messages) = UnsentMessages::pushed(messages) else { return Ok(()) };
     let pause = Backoff::DEFAULT.after(1, key.seed());
@@ -254,7 +254,7 @@ pub(super) fn outgoing(attempt: &EndingAttempt, written: &Result<Verdict, StoreE
     let Some(AttemptEnd::Finish(Finish::Completed(result))) = &attempt.ending else { return None };
     match attempt.held.enforced {
         true if !result.has_messages() || leave_after_commit(attempt.held.attempt().store.context()) => None,
-        true => recorded(result, written),
+        true => recorded(result, written).filter(|_| !attempt.held.have_messages_left()),
         false => attempt.held.seal_messages().map(OutgoingMessages::Unrecorded),
     }
 }

@@ -11,7 +11,7 @@ mod listing;
 pub(crate) mod operator;
 mod outage;
 pub(crate) mod sender;
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 pub(crate) mod transaction;
 mod watch;
 

@@ -13,6 +13,9 @@ pub(super) struct Journal {
     /// True if a statement of the library conflicted with another transaction, so that the whole transaction should be
     /// tried again.
     pub(super) conflict: bool,
+    /// True if the transaction must not be committed; see `DriverTransaction::is_broken`.
+    #[allow(dead_code, reason = "only drivers of MySQL can't undo the writes of a dropped call")]
+    pub(super) is_broken: bool,
     /// Messages that leave after the commit.
     pub(super) outbox: CommitOutbox,
 }

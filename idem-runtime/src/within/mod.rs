@@ -2,11 +2,15 @@
 //!
 //! [`OpenTransaction`] guards your transaction, and [`Within`] puts the record of a call in it.
 
+#[cfg(feature = "with-mysql_async-0_37")]
+mod by_mysql_async;
 #[cfg(feature = "with-tokio-postgres-0_7")]
 mod by_tokio_postgres;
 mod call;
 mod journal;
 mod mailbox;
+#[cfg(feature = "mysql")]
+mod mysql;
 mod open;
 mod outbox;
 #[cfg(feature = "postgres")]
@@ -32,14 +36,14 @@ use crate::key::{Key, KeyError};
 use crate::policy::{Mode, Policy};
 use crate::store::Store;
 use crate::store::sender::Sender;
-pub use crate::store::transaction::{DriverTransaction, TransactionStore};
+pub use crate::store::transaction::{DriverTransaction, SharedTransaction, TransactionStore};
 
-/// Records inside your open transaction; made by `PostgresStore::within` and `SqliteStore::within`, for
-/// `store = PostgresStore::within(tx)`.
+/// Records inside your open transaction; made by `PostgresStore::within`, `MySqlStore::within` and
+/// `SqliteStore::within`, for `store = PostgresStore::within(tx)`.
 ///
 /// The record, and the writes that the body makes through the same transaction, commit together or not at all. The
-/// effect thus happens exactly once, no matter which step fails. `PostgresStore::transact`, `transact_sqlx_0_9`,
-/// `transact_sqlx_0_8` and `SqliteStore::transact` begin the transaction, run the call in it, commit, and return the
+/// effect thus happens exactly once, no matter which step fails. `transact`, `transact_sqlx_0_9` and
+/// `transact_sqlx_0_8` of these stores begin the transaction, run the call in it, commit, and return the
 /// disposition of the message: use these functions to handle messages.
 ///
 /// - *The commit* follows after the call has returned `Ok`: you commit the transaction, or `transact` does. The record
@@ -57,14 +61,16 @@ pub use crate::store::transaction::{DriverTransaction, TransactionStore};
 ///   rollback would also undo the number of attempts in the record.
 /// - *A swallowed error* leaves no write of the body. Each call has a savepoint, and the writes of the body are undone
 ///   when the body returns an error, panics or is cancelled. All other writes through the transaction during the call
-///   are undone as well. If you then commit the transaction, the record of a body that returned an error shows that the
-///   attempt ended without a result, and the next delivery runs the body; under `on_error = record` the record holds
-///   the error. A call that was cancelled or panicked leaves no record. Under `on_crash = fail` such a call leaves the
-///   record of an attempt that died, and the operation is interrupted when the lease has lapsed.
+///   are undone as well. On MySQL a call that panics or is cancelled dooms the transaction: only a rollback remains. If
+///   you then commit the transaction, the record of a body that returned an error shows that the attempt ended without
+///   a result, and the next delivery runs the body; under `on_error = record` the record holds the error. A call that
+///   was cancelled or panicked leaves no record. Under `on_crash = fail` such a call leaves the record of an attempt
+///   that died, and the operation is interrupted when the lease has lapsed.
 /// - *To keep the writes of a failing body*, return a value instead of an error: `Ok(Declined)` is committed together
 ///   with the writes.
 /// - *No lease and no heartbeat*: the transaction holds the key for as long as it is open.
-/// - *A concurrent duplicate* gets [`Error::InProgress`] immediately, or waits with `in_progress = wait("…")`.
+/// - *A concurrent duplicate* gets [`Error::InProgress`] immediately (on MySQL after a second), or waits with
+///   `in_progress = wait("…")`.
 /// - *Several calls in one transaction* may be nested, or made one after the other. Concurrent calls, by a `join!`,
 ///   take turns.
 /// - *A failed statement of the library* is undone, and the transaction goes on. If the statement can't be undone, the

@@ -7,14 +7,14 @@ use std::sync::{Arc, Mutex};
 use super::journal::Journal;
 use super::turns::CallStack;
 use crate::clock::{Clock, SystemClock};
-use crate::store::transaction::DriverTransaction;
+use crate::store::transaction::{DOOMED, DriverTransaction};
 use crate::sync::lock;
 
-/// Your open transaction, for `PostgresStore::within` and `SqliteStore::within`: the `Transaction` of rusqlite,
-/// tokio-postgres, deadpool-postgres or sqlx.
+/// Your open transaction, for `PostgresStore::within`, `MySqlStore::within` and `SqliteStore::within`: the
+/// `Transaction` of rusqlite, tokio-postgres, deadpool-postgres, `mysql_async` or sqlx.
 ///
 /// The guard derefs to the driver's transaction, and is used like it; calls take a reference to the guard. A
-/// transaction of sqlx is behind a `tokio::sync::Mutex`, because body and record share its connection.
+/// transaction of sqlx or `mysql_async` is behind a `tokio::sync::Mutex`, because body and record share its connection.
 ///
 /// All calls in the transaction share this guard, and so take turns. Dropping the guard rolls the transaction back.
 /// `transact` makes the guard for you. For a transaction that you begin yourself, make the guard like this:
@@ -30,7 +30,8 @@ use crate::sync::lock;
 /// # }
 /// ```
 pub struct OpenTransaction<T: DriverTransaction> {
-    shared: T::Shared,
+    /// `None` only while the guard is taken apart.
+    shared: Option<T::Shared>,
     pub(super) notes: TransactionNotes,
 }
 
@@ -43,7 +44,7 @@ impl<T: DriverTransaction> OpenTransaction<T> {
     /// Guards a transaction like [`new`](OpenTransaction::new), with the clock of a test.
     pub fn with_clock(transaction: T, clock: Arc<dyn Clock>) -> Self {
         let notes = TransactionNotes { calls: CallStack::default(), journal: None, clock };
-        Self { shared: transaction.into(), notes }
+        Self { shared: Some(transaction.into()), notes }
     }
 
     /// Guards a transaction that the library has begun, and whose attempts are counted even after a rollback.
@@ -54,14 +55,37 @@ impl<T: DriverTransaction> OpenTransaction<T> {
     }
 
     /// Returns the driver's transaction, to be committed or rolled back.
-    pub fn into_inner(self) -> T {
-        T::unshare(self.shared)
+    ///
+    /// # Panics
+    /// If a call was dropped before its end, and the driver could not undo its writes: always on MySQL, and in a
+    /// transaction of sqlx while other code holds or waits for the lock. Drop the guard instead, which rolls the
+    /// transaction back.
+    pub fn into_inner(mut self) -> T {
+        let shared = self.shared();
+        assert!(!T::is_broken(shared), "{DOOMED}; drop the guard, which rolls the transaction back");
+        T::unshare(self.shared.take().expect("there until the end"))
     }
 
     /// Returns the driver's transaction, and the journal.
-    pub(super) fn end(self) -> (T, Journal) {
-        let journal = self.notes.journal.map(|journal| std::mem::take(&mut *lock(&journal)));
-        (T::unshare(self.shared), journal.unwrap_or_default())
+    pub(super) fn end(mut self) -> (T, Journal) {
+        let journal = self.notes.journal.take().map(|journal| std::mem::take(&mut *lock(&journal)));
+        let mut journal = journal.unwrap_or_default();
+        journal.is_broken = T::is_broken(self.shared());
+        (T::unshare(self.shared.take().expect("there until the end")), journal)
+    }
+
+    fn shared(&self) -> &T::Shared {
+        self.shared.as_ref().expect("there until the end")
+    }
+}
+
+impl<T: DriverTransaction> Drop for OpenTransaction<T> {
+    fn drop(&mut self) {
+        if let Some(shared) = self.shared.take()
+            && T::is_broken(&shared)
+        {
+            T::unshare(shared).abandon();
+        }
     }
 }
 
@@ -74,7 +98,7 @@ impl<T: DriverTransaction> Deref for OpenTransaction<T> {
     type Target = T::Shared;
 
     fn deref(&self) -> &T::Shared {
-        &self.shared
+        self.shared()
     }
 }
 

@@ -66,6 +66,11 @@ pub(super) fn records<T: Transaction>(tx: &OpenTransaction<T>) -> InPostgres<'_,
     InPostgres::new(T::session(tx, clock), clock)
 }
 
+#[cfg(any(feature = "with-sqlx-0_8", feature = "with-sqlx-0_9"))]
+fn in_schema<'a, T: Transaction>(tx: &'a OpenTransaction<T>, schema: &str) -> InPostgres<'a, T::Session<'a>> {
+    records(tx).schema(schema)
+}
+
 impl<S> Within<'_, InPostgres<'_, S>> {
     /// Schema that holds the table (default: `idem`).
     #[must_use]
@@ -82,8 +87,8 @@ impl<S> Within<'_, InPostgres<'_, S>> {
 mod with_sqlx_0_8 {
     use ::sqlx_0_8 as sqlx;
 
-    #[path = "by_sqlx.rs"]
-    pub(super) mod delivery;
+    #[path = "postgres_by_sqlx.rs"]
+    pub(super) mod driver;
 }
 
 #[cfg(feature = "with-sqlx-0_9")]
@@ -91,9 +96,9 @@ mod with_sqlx_0_8 {
 mod with_sqlx_0_9 {
     use ::sqlx_0_9 as sqlx;
 
-    #[path = "by_sqlx.rs"]
+    #[path = "postgres_by_sqlx.rs"]
     #[allow(clippy::duplicate_mod, reason = "each release of sqlx has its own types")]
-    pub(super) mod delivery;
+    pub(super) mod driver;
 }
 
 #[cfg(feature = "with-sqlx-0_8")]
@@ -130,7 +135,7 @@ impl PostgresStore {
         W: AsyncFnOnce(&OpenTransaction<sqlx_0_8::Transaction<'_, sqlx_0_8::Postgres>>) -> Result<T, E> + Clone,
         E: From<sqlx_0_8::Error>,
     {
-        with_sqlx_0_8::delivery::transact(pool, work)
+        with_sqlx_0_8::driver::delivery::transact(pool, work)
     }
 }
 
@@ -168,6 +173,6 @@ impl PostgresStore {
         W: AsyncFnOnce(&OpenTransaction<sqlx_0_9::Transaction<'_, sqlx_0_9::Postgres>>) -> Result<T, E> + Clone,
         E: From<sqlx_0_9::Error>,
     {
-        with_sqlx_0_9::delivery::transact(pool, work)
+        with_sqlx_0_9::driver::delivery::transact(pool, work)
     }
 }

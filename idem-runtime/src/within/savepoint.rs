@@ -76,6 +76,15 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
         Ok(())
     }
 
+    /// Undoes the writes before `error`, and returns the error of the call. A conflict may have undone the whole
+    /// transaction, with its savepoints.
+    async fn undo_after(&self, error: StoreError) -> StoreError {
+        match self.undo().await {
+            Err(undone) if !is_conflict(&error) => undone,
+            _ => error,
+        }
+    }
+
     /// Runs `work` inside of a savepoint, so that `work` takes effect in full or not at all.
     async fn saved<T>(&self, work: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
         self.save().await?;
@@ -84,10 +93,7 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
                 self.keep().await?;
                 Ok(done)
             }
-            Err(error) => {
-                self.undo().await?;
-                Err(error)
-            }
+            Err(error) => Err(self.undo_after(error).await),
         }
     }
 
@@ -111,10 +117,7 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
         self.save().await?;
         let reserved = match self.reserve_marked(&request).await {
             Ok(reserved) => reserved,
-            Err(error) => {
-                self.undo().await?;
-                return Err(error);
-            }
+            Err(error) => return Err(self.undo_after(error).await),
         };
         match &reserved {
             Reservation::Granted { .. } if self.undoes => {
@@ -282,10 +285,7 @@ impl<'a, C: TransactionStore> SavepointScope<'a, C> {
         match self.transaction.wait(key, at_most).await {
             Ok(true) => self.keep().await,
             Ok(false) => self.undo().await,
-            Err(error) => {
-                self.undo().await?;
-                Err(error)
-            }
+            Err(error) => Err(self.undo_after(error).await),
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Steps whose effect is a row: the row and the entry of the step commit together.
 
-use std::cell::Cell;
 use std::fmt;
 use std::future::Future;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -11,7 +11,6 @@ use super::Within;
 use crate::engine::{Step, StepBuilder};
 use crate::error::Error;
 use crate::key::Key;
-use crate::policy::Policy;
 use crate::store::transaction::TransactionStore;
 
 /// Scope of the records of steps in transactions. The text of such a key is the child key of the step.
@@ -24,9 +23,13 @@ impl StepBuilder {
     ///
     /// The entry is a record of its own, whose key is the [child key](Step::child_key) of the step in the scope
     /// `idem::steps`. It is kept for the retention of the operation. The store of the operation may be another one. If
-    /// the body returns an error, its writes are undone. Commit the transaction once the step has ended: if the
-    /// transaction is rolled back, the step runs again in the next attempt. The other options of a step have no effect,
-    /// except [`fingerprint`](Self::fingerprint) and [`was`](Self::was). The value is JSON.
+    /// the body returns an error or runs into its time limit, its writes are undone. Commit the transaction once the
+    /// step has ended: if the transaction is rolled back, the step runs again in the next attempt.
+    ///
+    /// Of the options, [`fingerprint`](Self::fingerprint), [`was`](Self::was), [`timeout`](Self::timeout) and
+    /// [`on_undecodable`](Self::on_undecodable) apply; a step with another option has no `within`. The value is JSON.
+    /// A record without inputs is taken for the inputs of this attempt. With `mysql_async`, a time limit that passes
+    /// during a statement leaves a transaction that can only be rolled back.
     ///
     /// ```
     /// # #[cfg(all(feature = "with-rusqlite", feature = "memory"))]
@@ -76,8 +79,8 @@ impl<C: TransactionStore> StepWithin<'_, C> {
     /// Runs `body` and records its value in the transaction, or returns the value of an earlier attempt.
     ///
     /// # Errors
-    /// The error of `body`, whose writes are then undone. [`Error::Step`] if the step did not run. The errors of a call
-    /// in a transaction.
+    /// The error of `body`, whose writes are then undone. [`Error::Step`] if the step did not run, ran into its time
+    /// limit, or has no value. The other errors of a call in a transaction.
     ///
     /// # Cancel safety
     /// If the future is dropped before it has ended, the writes of `body` are undone.
@@ -92,25 +95,50 @@ impl<C: TransactionStore> StepWithin<'_, C> {
             Ok(value) => return Ok(value),
             Err(claim) => claim,
         };
-        let step = claim.step().clone();
-        if !claim.is_journaled() {
-            return claim.inside(body(step)).await;
-        }
-        let policy = Policy::new(step.attempt().lease.ttl);
-        let mut operation = self.records.operation(Key::new(SCOPE, step.child_key()), policy);
-        if let Some(inputs) = claim.inputs() {
-            operation = operation.fingerprinted(inputs);
-        }
-        let ran = Cell::new(false);
+        // Atomic: a handler with such a step may be spawned.
+        let ran = AtomicBool::new(false);
         let running = async {
-            ran.set(true);
-            claim.inside(body(step)).await
+            ran.store(true, Ordering::Relaxed);
+            let ended = claim.limited(body(claim.step().clone())).await;
+            ended.map_or(Err(NoValue::TimedOut), |ended| ended.map_err(NoValue::Body))
         };
-        let ended = operation.run(running).await;
-        match &ended {
-            Ok(_) => claim.ended(!ran.get()),
-            Err(_) => claim.failed(),
+        let ended = if claim.is_journaled() {
+            let mut operation =
+                self.records.operation(Key::of_library(SCOPE, claim.step().child_key()), claim.policy());
+            if let Some(inputs) = claim.inputs() {
+                operation = operation.fingerprinted(inputs);
+            }
+            operation.run(running).await
+        } else {
+            running.await
+        };
+        match ended {
+            Ok(value) => {
+                claim.ended(!ran.load(Ordering::Relaxed));
+                Ok(value)
+            }
+            Err(NoValue::Body(error)) => {
+                claim.failed();
+                Err(error)
+            }
+            Err(NoValue::TimedOut) => Err(claim.timed_out().into()),
+            Err(NoValue::Call(error)) => Err(claim.refused(error).into()),
         }
-        ended
+    }
+}
+
+/// Reason why a step in a transaction has no value.
+enum NoValue<E> {
+    /// The body returned this error.
+    Body(E),
+    /// The time limit of the body passed.
+    TimedOut,
+    /// The call in the transaction failed with this error.
+    Call(Error),
+}
+
+impl<E> From<Error> for NoValue<E> {
+    fn from(error: Error) -> Self {
+        Self::Call(error)
     }
 }

@@ -5,7 +5,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-#[cfg(any(feature = "with-sqlx-0_8", feature = "with-sqlx-0_9", feature = "with-tokio-postgres-0_7"))]
 use std::time::Duration;
 
 use super::journal::Journal;
@@ -16,7 +15,7 @@ use crate::store::StoreError;
 use crate::store::transaction::DriverTransaction;
 
 /// Largest number of tries of a transaction that conflicts with other transactions.
-#[cfg(any(feature = "with-sqlx-0_8", feature = "with-sqlx-0_9", feature = "with-tokio-postgres-0_7"))]
+#[allow(dead_code, reason = "SQLite has no conflicts of transactions")]
 const TRIES: u32 = 5;
 
 /// Notes that no transaction could be begun for the delivery, in most cases because no connection is available.
@@ -80,10 +79,7 @@ pub(super) async fn rolled_back<E>(
 pub(super) struct TryFailure<E> {
     cause: FailureCause<E>,
     /// True if the server aborted the transaction because of a conflict with another transaction.
-    #[cfg_attr(
-        not(any(feature = "with-sqlx-0_8", feature = "with-sqlx-0_9", feature = "with-tokio-postgres-0_7")),
-        expect(dead_code, reason = "SQLite has no conflicts of transactions")
-    )]
+    #[allow(dead_code, reason = "SQLite has no conflicts of transactions")]
     conflicts: bool,
 }
 
@@ -99,14 +95,14 @@ impl<E> TryFailure<E> {
     }
 
     /// Returns whether another try may follow try number `number`.
-    #[cfg(any(feature = "with-sqlx-0_8", feature = "with-sqlx-0_9", feature = "with-tokio-postgres-0_7"))]
+    #[allow(dead_code, reason = "SQLite has no conflicts of transactions")]
     pub(super) fn invites_another_try(&self, number: u32) -> bool {
         self.conflicts && number < TRIES
     }
 }
 
 /// Pauses after try number `number`.
-#[cfg(any(feature = "with-sqlx-0_8", feature = "with-sqlx-0_9", feature = "with-tokio-postgres-0_7"))]
+#[allow(dead_code, reason = "SQLite has no conflicts of transactions")]
 pub(super) async fn pause_after(number: u32, clock: &Arc<dyn Clock>) {
     clock.sleep(Duration::from_millis(10 << number.min(6))).await;
 }

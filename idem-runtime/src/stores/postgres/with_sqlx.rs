@@ -4,10 +4,9 @@
 use std::fmt;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
 
 use bytes::BytesMut;
-use tokio::sync::{Mutex, MutexGuard};
+use tokio::sync::MutexGuard;
 use tokio_postgres::types::{FromSql, IsNull as Nothing, ToSql, Type};
 
 use super::sqlx::encode::IsNull;
@@ -15,35 +14,43 @@ use super::sqlx::error::BoxDynError;
 use super::sqlx::postgres::types::Oid;
 use super::sqlx::postgres::{PgArgumentBuffer, PgArguments, PgRow, PgTypeInfo};
 use super::sqlx::{
-    Arguments, Database, Encode, Error, Executor, PgConnection, Postgres, Row, Transaction, Type as SqlxType, ValueRef,
-    query_with,
+    Arguments, Connection as _, Database, Encode, Error, Executor, PgConnection, Postgres, Row, Transaction,
+    Type as SqlxType, ValueRef, query_with,
 };
 use super::{TransactionManager, sql};
 use crate::clock::Clock;
-use crate::combine::race;
 use crate::record::format::FormatError;
-use crate::store::transaction::{DriverTransaction, Sealed};
+use crate::store::transaction::{DriverTransaction, ExchangeGuard, Sealed, SharedTransaction};
 use crate::stores::postgres::sql::{Cells, Statement};
 use crate::stores::postgres::within::{self, StatementError, TransactionSession};
-
-/// Longest wait for the lock on the connection. A body that holds this lock while it calls another handler on the same
-/// transaction would wait for itself forever.
-const LOCK_LIMIT: Duration = Duration::from_secs(30);
 
 /// A transaction of `sqlx`, which the user shares with the library.
 #[derive(Clone, Copy)]
 pub struct InSqlx<'a, 'c> {
-    transaction: &'a Mutex<Transaction<'c, Postgres>>,
+    transaction: &'a SharedTransaction<Transaction<'c, Postgres>>,
     clock: &'a dyn Clock,
 }
 
 impl Sealed for Transaction<'_, Postgres> {}
 
 impl DriverTransaction for Transaction<'_, Postgres> {
-    type Shared = Mutex<Self>;
+    type Shared = SharedTransaction<Self>;
 
-    fn unshare(shared: Mutex<Self>) -> Self {
+    fn unshare(shared: SharedTransaction<Self>) -> Self {
         shared.into_inner()
+    }
+
+    fn is_broken(shared: &SharedTransaction<Self>) -> bool {
+        // If the user's own savepoint was dropped while it was made, the driver rolls everything back.
+        shared.is_doomed() || shared.try_lock().is_ok_and(|transaction| !transaction.is_in_transaction())
+    }
+
+    /// Leaves no savepoint to the driver. Its own `drop` would undo only the last one, and return the connection to the
+    /// pool with an open transaction, in which all later transactions would then be savepoints.
+    fn abandon(mut self) {
+        while Manager::get_transaction_depth(&self) > 1 {
+            Manager::start_rollback(&mut self);
+        }
     }
 }
 
@@ -53,7 +60,7 @@ impl<'c> within::Transaction for Transaction<'c, Postgres> {
     where
         Self: 'a;
 
-    fn session<'a>(transaction: &'a Mutex<Self>, clock: &'a dyn Clock) -> InSqlx<'a, 'c>
+    fn session<'a>(transaction: &'a SharedTransaction<Self>, clock: &'a dyn Clock) -> InSqlx<'a, 'c>
     where
         Self: 'a,
     {
@@ -69,10 +76,8 @@ impl fmt::Debug for InSqlx<'_, '_> {
 
 impl<'c> InSqlx<'_, 'c> {
     async fn lock(&self) -> Result<MutexGuard<'_, Transaction<'c, Postgres>>, StatementError> {
-        race(self.transaction.lock(), self.clock.sleep(LOCK_LIMIT)).await.ok_or_else(|| StatementError {
-            code: None,
-            message: format!("the body held the lock on its transaction for {LOCK_LIMIT:?}"),
-        })
+        let locked = self.transaction.lock_for_statement(self.clock).await;
+        locked.map_err(|message| StatementError { code: None, message })
     }
 }
 
@@ -122,7 +127,11 @@ impl TransactionSession for InSqlx<'_, '_> {
         let mut connection = self.lock().await?;
         // No other statement is in flight on the connection, so the first poll of `commit` queues the `RELEASE`.
         begun();
+        // The driver still counts a savepoint whose release was dropped halfway or refused, and would release it in
+        // place of the commit.
+        let release = ExchangeGuard::of(self.transaction);
         Manager::commit(&mut connection).await?;
+        release.end();
         Ok(())
     }
 
@@ -133,9 +142,11 @@ impl TransactionSession for InSqlx<'_, '_> {
     }
 
     fn undo_immediately(&self) {
-        // The body has been dropped. If the lock is taken, the user's own code is using the transaction concurrently.
-        if let Ok(mut connection) = self.transaction.try_lock() {
-            Manager::start_rollback(&mut connection);
+        // The body has been dropped. If the lock is taken, the user's own code uses the transaction concurrently, or
+        // waits for it.
+        match self.transaction.try_lock() {
+            Ok(mut connection) => Manager::start_rollback(&mut connection),
+            Err(_) => self.transaction.doom(),
         }
     }
 }

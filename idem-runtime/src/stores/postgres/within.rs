@@ -1,7 +1,7 @@
 //! Records inside the user's transaction: the operations of a store on the connection of any driver.
 
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio_postgres::error::SqlState;
@@ -16,25 +16,21 @@ use crate::key::Key;
 use crate::kit::held::{MEETINGS, held_by_another};
 use crate::kit::looks::{LOOKS, pause_before};
 use crate::kit::rows::{AdmissionOutcome, FoundRow, corrupt, millis};
+use crate::kit::tables::{NamedTable, RecentTables};
 use crate::kit::work::Effect;
 use crate::record::format::FormatError;
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Lease, Parts, Record, Release, Reservation, ReserveRequest, State,
     Verdict,
 };
-use crate::store::transaction::{DriverTransaction, Sealed, TransactionConflict, TransactionStore};
+use crate::store::transaction::{DriverTransaction, Sealed, TransactionStore, can_not_continue};
 use crate::store::{StoreError, StoreErrorKind};
-use crate::sync::{PerProcess, lock};
-
-/// Number of tables whose statements are kept. An application with one schema per tenant may need another table at each
-/// call.
-const TABLES: usize = 16;
 
 /// An open transaction; see [`PostgresStore::within`](super::PostgresStore::within).
 #[derive(Clone)]
 pub struct InPostgres<'a, S> {
     session: S,
-    table: Arc<SchemaTable>,
+    table: Arc<NamedTable<Statements>>,
     clock: &'a dyn Clock,
 }
 
@@ -117,63 +113,36 @@ pub(crate) fn is_conflict(code: &str) -> bool {
 impl From<StatementError> for StoreError {
     fn from(refused: StatementError) -> Self {
         let StatementError { code, message } = refused;
-        let has_conflict = code.as_deref().is_some_and(is_conflict);
+        let conflicts = code.as_deref().is_some_and(is_conflict);
         let (kind, advice) = match code.as_deref() {
             Some(code) => meaning(code, &message),
             None => (StoreErrorKind::Aborted, "the connection broke"),
         };
-        let kind = match kind {
-            StoreErrorKind::Misconfigured | StoreErrorKind::Corrupt | StoreErrorKind::TooLarge => kind,
-            _ => StoreErrorKind::Aborted,
-        };
-        let code = code.map(|code| format!("{code}: ")).unwrap_or_default();
-        let error =
-            Self::new(kind, format!("the transaction can't continue; roll it back: {advice} ({code}{message})"));
-        if has_conflict { error.with_source(TransactionConflict) } else { error }
+        can_not_continue(kind, advice, code, &message, conflicts)
     }
 }
 
-/// The table of records in one schema.
-struct SchemaTable {
-    statements: Statements,
-    schema: String,
-}
+/// The tables of records, by their schemas.
+static TABLES: RecentTables<Statements> = RecentTables::empty();
 
-/// The recently used tables, the latest one first.
-static LATEST: PerProcess<Mutex<Vec<Arc<SchemaTable>>>> = PerProcess::empty();
-
-impl SchemaTable {
-    /// Returns the table in `schema`. Keeps the statements of recent tables, because each call of a handler needs the
-    /// statements of its table.
-    fn of(schema: &str) -> Arc<Self> {
-        let mut latest = lock(LATEST.here());
-        if let Some(at) = latest.iter().position(|table| table.schema == schema) {
-            // Moves the table to the front. Most programs have one table, which is already there.
-            let table = Arc::clone(&latest[at]);
-            latest[..=at].rotate_right(1);
-            return table;
-        }
-        let table = Arc::new(Self { statements: Statements::new(schema), schema: schema.to_owned() });
-        latest.truncate(TABLES - 1);
-        latest.insert(0, Arc::clone(&table));
-        table
-    }
+fn table_in(schema: &str) -> Arc<NamedTable<Statements>> {
+    TABLES.of(schema, Statements::new)
 }
 
 impl<'a, S> InPostgres<'a, S> {
     pub(crate) fn new(session: S, clock: &'a dyn Clock) -> Self {
-        Self { session, table: SchemaTable::of(sql::SCHEMA), clock }
+        Self { session, table: table_in(sql::SCHEMA), clock }
     }
 
     pub(crate) fn schema(mut self, schema: &str) -> Self {
-        self.table = SchemaTable::of(schema);
+        self.table = table_in(schema);
         self
     }
 }
 
 impl<S> fmt::Debug for InPostgres<'_, S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("InPostgres").field("schema", &self.table.schema).finish_non_exhaustive()
+        f.debug_struct("InPostgres").field("schema", &self.table.name).finish_non_exhaustive()
     }
 }
 
@@ -214,7 +183,7 @@ impl<S: TransactionSession> TransactionStore for InPostgres<'_, S> {
     const NAME: &'static str = "postgres";
 
     fn place(&self) -> &str {
-        &self.table.schema
+        &self.table.name
     }
 
     async fn save(&self) -> Result<(), StoreError> {
@@ -330,28 +299,5 @@ impl<S: TransactionSession> TransactionStore for InPostgres<'_, S> {
             }
         }
         Err(locked_or_changing(StoreErrorKind::Aborted))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_the_statements_of_recent_schemas_are_kept() {
-        let first = SchemaTable::of("tenant 0");
-        for n in 0..10 * TABLES {
-            SchemaTable::of(&format!("tenant {n}"));
-            assert!(
-                Arc::ptr_eq(&first, &SchemaTable::of("tenant 0")),
-                "the statements of a used schema were built again"
-            );
-            assert!(lock(LATEST.here()).len() <= TABLES);
-        }
-        assert_eq!(Arc::strong_count(&first), 2);
-        for n in 1..=TABLES {
-            SchemaTable::of(&format!("tenant {n}"));
-        }
-        assert_eq!(Arc::strong_count(&first), 1, "the statements of an unused schema are still kept");
     }
 }
