@@ -30,7 +30,7 @@
 //! | make an effect safe to repeat | [`current`], [`Attempt::child_key`], [`Attempt::number`], [`Attempt::confirm_lease`] |
 //! | share settings between handlers, or switch the mode of a live consumer | [`Policy`], [`ModeSwitch`] |
 //! | keep records | [`MemoryStore`], and behind features [`SqliteStore`], [`RedisStore`], [`PostgresStore`], [`DynamoStore`] |
-//! | record inside of your own transaction | [`within`]: `PostgresStore::within`, `SqliteStore::within`, `transact` |
+//! | record inside of your own transaction | [`within`]: `PostgresStore::within`, `MySqlStore::within`, `SqliteStore::within`, `transact` |
 //! | return bytes | a `Vec<u8>` or a `Bytes` is recorded unencoded, see [`Json`]; [`PayloadDigest`](key::PayloadDigest) in place of a large payload |
 //! | choose the encoding of results | [`Codec`], [`Json`], [`MessagePack`] (feature `msgpack`), [`Postcard`] (feature `postcard`) |
 //! | change the return type of a handler | [`OnUndecodable`], [`Undecodable`] |
@@ -78,7 +78,7 @@
 //! | `axum` | `http::IdempotencyLayer` in axum: route templates, nested routers, an extractor |
 //! | `http-client` | `http::client::RetryLayer`: sends keys with requests, and retries requests that are safe to retry |
 //! | `msgpack`, `postcard` | the codecs `MessagePack` and `Postcard` |
-//! | `with-tokio-postgres-0_7`, `with-sqlx-0_8`, `with-sqlx-0_9`, `with-rusqlite` | `PostgresStore::within`, `SqliteStore::within`: records inside of your own transaction |
+//! | `with-tokio-postgres-0_7`, `with-mysql_async-0_37`, `with-sqlx-0_8`, `with-sqlx-0_9`, `with-rusqlite` | `PostgresStore::within`, `MySqlStore::within`, `SqliteStore::within`: records inside of your own transaction. For sqlx, name `postgres` or `mysql`, too |
 //! | `with-redis-1`, `with-deadpool-postgres-0_14` | `connect_with`, `connect_over`: stores on clients, connections and pools of your own |
 //! | `tower` | `tower::OperationLayer`, for typed services of tower |
 //! | `metrics` | exports the values of [`StoreExt::metrics`] through the facade `metrics` 0.24 |
@@ -110,8 +110,8 @@
 #![cfg_attr(not(feature = "compressed"), doc = "[`Compressed`]: #features")]
 #![cfg_attr(feature = "offloaded", doc = "[`Offloaded`]: Offloaded")]
 #![cfg_attr(not(feature = "offloaded"), doc = "[`Offloaded`]: #features")]
-#![cfg_attr(any(feature = "postgres", feature = "with-rusqlite"), doc = "[`within`]: within")]
-#![cfg_attr(not(any(feature = "postgres", feature = "with-rusqlite")), doc = "[`within`]: #features")]
+#![cfg_attr(feature = "within", doc = "[`within`]: within")]
+#![cfg_attr(not(feature = "within"), doc = "[`within`]: #features")]
 #![cfg_attr(feature = "msgpack", doc = "[`MessagePack`]: MessagePack")]
 #![cfg_attr(not(feature = "msgpack"), doc = "[`MessagePack`]: #features")]
 #![cfg_attr(feature = "postcard", doc = "[`Postcard`]: Postcard")]
@@ -155,9 +155,10 @@ mod sync;
 pub mod testing;
 #[cfg(feature = "tower")]
 pub mod tower;
-#[cfg(any(feature = "postgres", feature = "with-rusqlite"))]
+#[cfg(feature = "within")]
 #[cfg_attr(
     not(any(
+        feature = "with-mysql_async-0_37",
         feature = "with-rusqlite",
         feature = "with-sqlx-0_8",
         feature = "with-sqlx-0_9",
@@ -221,7 +222,7 @@ pub mod sqlite {
 /// Records in a table of MySQL or MariaDB.
 #[cfg(feature = "mysql")]
 pub mod mysql {
-    pub use crate::stores::mysql::{MySqlOptions, MySqlStore};
+    pub use crate::stores::mysql::{InMySql, MySqlOptions, MySqlStore, MySqlTransaction, Transaction};
 }
 
 /// Records in a table of PostgreSQL.
@@ -320,6 +321,10 @@ pub mod __stored {
     pub use crate::http::json_fingerprint;
     #[cfg(feature = "dynamodb")]
     pub use crate::stores::dynamo::read_item;
+    #[cfg(feature = "mysql")]
+    pub use crate::stores::mysql::read_row as read_mysql_row;
+    #[cfg(feature = "nats")]
+    pub use crate::stores::nats::stored::{StreamMessage, read_answer, read_subject};
     #[cfg(feature = "postgres")]
     pub use crate::stores::postgres::{Cells, read_row};
     #[cfg(feature = "sqlite")]

@@ -10,6 +10,10 @@ pub(crate) mod dynamo;
 #[cfg(feature = "memory")]
 pub(crate) mod memory;
 #[cfg(feature = "mysql")]
+#[cfg_attr(
+    not(any(feature = "with-mysql_async-0_37", feature = "with-sqlx-0_8", feature = "with-sqlx-0_9")),
+    allow(dead_code, reason = "for types of drivers")
+)]
 pub(crate) mod mysql;
 #[cfg(feature = "nats")]
 pub(crate) mod nats;

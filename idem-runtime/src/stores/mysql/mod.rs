@@ -12,6 +12,9 @@ mod options;
 mod sql;
 mod statement_pool;
 mod wake;
+#[cfg(feature = "with-mysql_async-0_37")]
+mod with_mysql_async;
+pub(crate) mod within;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -28,6 +31,7 @@ pub use self::options::MySqlOptions;
 use self::sql::{SizeLimit, Statements};
 use self::statement_pool::{ServerTraits, StatementPool};
 use self::wake::Polls;
+pub use self::within::{InMySql, MySqlTransaction, Transaction};
 use crate::clock::{Clock, Instant};
 use crate::combine::race;
 use crate::key::Key;
@@ -45,6 +49,39 @@ use crate::store::{
     Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
 };
 use crate::sync::{PerProcess, SharedOnce, lock};
+
+// One file contains the transactions of both releases of sqlx: the interfaces of the two releases differ only in names,
+// which each module around that file defines.
+
+#[cfg(feature = "with-sqlx-0_8")]
+#[path = "."]
+mod with_sqlx_0_8 {
+    use ::sqlx_0_8 as sqlx;
+
+    #[path = "with_sqlx.rs"]
+    mod driver;
+
+    /// Converts the text of a statement to the type that this release takes.
+    fn sql(text: &str) -> &str {
+        text
+    }
+}
+
+#[cfg(feature = "with-sqlx-0_9")]
+#[path = "."]
+mod with_sqlx_0_9 {
+    use ::sqlx_0_9 as sqlx;
+
+    #[path = "with_sqlx.rs"]
+    #[allow(clippy::duplicate_mod, reason = "each release of sqlx has its own types")]
+    mod driver;
+
+    /// Converts the text of a statement to the type that this release takes. A text contains values of the user only
+    /// as hexadecimal digits.
+    fn sql(text: &str) -> sqlx::AssertSqlSafe<String> {
+        sqlx::AssertSqlSafe(text.to_owned())
+    }
+}
 
 /// Largest number of leases that one statement renews. This number limits the time for which the statement locks the
 /// rows of the leases against attempts that finish.
@@ -393,7 +430,6 @@ impl MySqlInner {
             if self.lanes()?.ends.call(end).await? {
                 return Ok(Verdict::Applied);
             }
-            // A statement that ended only some attempts of a batch answers "not written" for all of them.
             let found = Box::pin(self.look(&lease.key)).await.map_err(after_write)?.map(|found| found.record);
             match found {
                 // The attempt is still pending: another session had locked the row. The loop tries again.
@@ -723,4 +759,13 @@ impl Store for MySqlInner {
             self.here()?.server.ping(&common.table, common.writes, common.purge_every.is_some()).await
         })
     }
+}
+
+/// Reads an untrusted row of all columns, for tests.
+///
+/// # Errors
+/// If the row is no record.
+#[cfg(feature = "conformance")]
+pub fn read_row(values: Vec<mysql_async::Value>) -> Result<Inspection, StoreError> {
+    sql::found(&values.into(), ReadExtent::Whole).map(FoundRow::inspection).map_err(corrupt)
 }

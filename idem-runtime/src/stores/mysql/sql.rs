@@ -12,6 +12,7 @@
 //! The servers have no arrays. A statement about many records repeats a part of its text for each record, and is
 //! prepared for 2, 4, 8, … records; records that do not exist fill the rest.
 
+use std::fmt;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -161,7 +162,13 @@ pub(super) enum Cell {
 }
 
 /// The values of a row, of any driver.
-pub(super) struct Row(pub(super) Vec<Cell>);
+pub struct Row(pub(super) Vec<Cell>);
+
+impl fmt::Debug for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Row").field("cells", &self.0.len()).finish_non_exhaustive()
+    }
+}
 
 impl Row {
     fn cell(&self, at: usize) -> Result<&Cell, FormatError> {
@@ -288,13 +295,14 @@ pub(super) struct RowReport {
 
 /// Reads a row as an operator sees it, unless its record has expired.
 pub(super) fn examine(row: &Row) -> Option<RowReport> {
-    let cells = row.0.iter().take(STORED);
-    let param = |cell: &Cell| match cell {
-        Cell::Null | Cell::Other => Param::Null,
-        Cell::Int(number) => Param::Int(*number),
-        Cell::Bytes(bytes) => Param::Bytes(bytes.to_vec()),
+    let param = |at: usize| match (row.cell(at), STORED_COLUMNS[at].1) {
+        // Statements without parameters return numbers as texts.
+        (Ok(_), Kind::Int) => row.int(at).ok().flatten().map_or(Param::Null, Param::Int),
+        (Ok(Cell::Int(number)), _) => Param::Int(*number),
+        (Ok(Cell::Bytes(bytes)), _) => Param::Bytes(bytes.to_vec()),
+        _ => Param::Null,
     };
-    let stored: Vec<Param> = cells.map(param).collect();
+    let stored: Vec<Param> = (0..STORED).map(param).collect();
     let inspection = match found(row, ReadExtent::Whole) {
         Ok(found) if found.is_expired() => return None,
         Ok(found) => found.inspection(),
@@ -323,7 +331,12 @@ pub(super) struct Statement {
     order: Vec<usize>,
     /// Rows that fill the statement up to a number for which it is prepared.
     filler: Filler,
+    /// True if the statement writes nothing unless it can write the records of all its rows.
+    pub(super) is_all_or_none: bool,
 }
+
+/// Index of the number of rows among the parameters of a row.
+const ROWS: usize = usize::MAX;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Filler {
@@ -355,17 +368,17 @@ impl Statement {
             _ => rows.len().next_power_of_two(),
         };
         let mut params = Vec::with_capacity(count * self.order.len());
+        let number_of_rows = || Param::Int(i64::try_from(rows.len()).unwrap_or(i64::MAX));
+        let last = rows.last().map_or(&[][..], |row| &row[..]);
         for at in 0..count {
-            match rows.get(at) {
-                Some(row) => params.extend(self.order.iter().map(|at| row[*at].clone())),
-                None if self.filler == Filler::NoKey => {
-                    params.extend(self.order.iter().map(|at| if *at == 0 { "".into() } else { Param::Null }));
-                }
-                None => {
-                    let last = rows.last().map_or(&[][..], |row| &row[..]);
-                    params.extend(self.order.iter().map(|at| last[*at].clone()));
-                }
-            }
+            let row = rows.get(at);
+            params.extend(self.order.iter().map(|param| match (row, *param) {
+                (Some(_), ROWS) => number_of_rows(),
+                (Some(row), param) => row[param].clone(),
+                (None, 0) if self.filler == Filler::NoKey => "".into(),
+                (None, _) if self.filler == Filler::NoKey => Param::Null,
+                (None, param) => last[param].clone(),
+            }));
         }
         (count, params)
     }
@@ -482,15 +495,22 @@ const DECIDE: Shape = &[
 const LIST: Shape = &[("after", B), ("end", B), ("limit", I)];
 const PURGE: Shape = &[("limit", I)];
 
-/// Replaces each `{name}` of `template` by a parameter of `shape`. Returns the text, and the index of each parameter.
+/// Replaces each `{name}` of `template` by a parameter of `shape`, and `{rows}` by the number of rows. Returns the
+/// text, and the index of each parameter.
 fn plain(template: &str, shape: Shape) -> (String, Vec<usize>) {
     let (mut text, mut order) = (String::new(), Vec::new());
     let mut rest = template;
     while let Some((before, after)) = rest.split_once('{') {
         let (name, after) = after.split_once('}').expect("a name ends");
-        let at = shape.iter().position(|(of, _)| *of == name).expect("a parameter of the statement");
+        let (at, kind) = match name {
+            "rows" => (ROWS, I),
+            _ => {
+                let at = shape.iter().position(|(of, _)| *of == name).expect("a parameter of the statement");
+                (at, shape[at].1)
+            }
+        };
         text += before;
-        text += match (name, shape[at].1) {
+        text += match (name, kind) {
             // The servers take nothing but a bare parameter as a limit.
             ("limit", _) => "?",
             (_, B) => "CAST(? AS BINARY)",
@@ -513,6 +533,10 @@ fn joined(template: &str) -> String {
 pub(super) struct Statements {
     /// Returns the record of the key, if there is a record. Parameters: [`KEY`].
     pub(super) look: Statement,
+    /// Works like `look`, and holds the row against writes until the transaction of the user ends.
+    pub(super) look_held: Statement,
+    /// Works like `look_held`, but fails immediately if another session has locked the row.
+    pub(super) look_free: Statement,
     /// Returns the records of the keys, without results and journals of more than [`IN_A_BATCH`] bytes.
     pub(super) look_many: Statement,
     /// Makes a record, and fails if there is one. Parameters: [`RESERVE`].
@@ -592,49 +616,81 @@ impl Texts {
     /// Makes a statement about one record.
     fn one(&mut self, template: &str, shape: Shape) -> Statement {
         let (row, order) = plain(template, shape);
-        let (head, tail) = (String::new(), String::new());
-        Statement { place: self.place(), head, row, between: "", tail, order, filler: Filler::None }
+        let (head, between, tail, filler) = (String::new(), "", String::new(), Filler::None);
+        Statement { place: self.place(), head, row, between, tail, order, filler, is_all_or_none: false }
     }
 
     /// Makes a statement whose rows are listed between `head` and `tail`.
     fn many(&mut self, head: String, row: &str, shape: Shape, tail: String, filler: Filler) -> Statement {
         let (row, order) = plain(row, shape);
-        Statement { place: self.place(), head, row, between: ", ", tail, order, filler }
+        Statement { place: self.place(), head, row, between: ", ", tail, order, filler, is_all_or_none: false }
     }
 
     /// Makes the statements `UPDATE … SET {set} WHERE {condition}` about one record, and about many.
     fn update(&mut self, set: &str, condition: &str, shape: Shape) -> (Statement, Statement) {
-        let table = &self.table;
-        let one = format!("UPDATE {table} AS r SET {set} WHERE r.`key` = {{key}} AND {condition}");
-        let tail = format!(
-            " STRAIGHT_JOIN {table} AS r FORCE INDEX (PRIMARY) ON r.`key` = u.`key` SET {} WHERE {}",
-            joined(set),
-            joined(condition)
-        );
-        (self.one(&one, shape), self.joining("UPDATE ", shape, &tail, true))
+        let tail = format!("{} SET {} WHERE {}", self.by_key(), joined(set), joined(condition));
+        (self.update_one(set, condition, shape), self.joining("UPDATE ", shape, &tail, Locks::Free))
     }
 
-    /// Makes a statement that begins with `verb` and the rows `u`. With `skips`, only the rows whose records no other
-    /// session has locked remain, and this statement then holds their locks.
+    /// Makes statements like [`update`](Self::update), where the one about many writes nothing unless it can write all
+    /// its records.
+    fn update_all_or_none(&mut self, set: &str, condition: &str, shape: Shape) -> (Statement, Statement) {
+        let tail = format!("{} SET {} WHERE u.`writable` = u.`rows`", self.by_key(), joined(set));
+        let free = format!(" WHERE {}", joined(condition).replace("r.`", "f.`"));
+        (self.update_one(set, condition, shape), self.joining("UPDATE ", shape, &tail, Locks::FreeAnd(&free)))
+    }
+
+    fn update_one(&mut self, set: &str, condition: &str, shape: Shape) -> Statement {
+        let text = format!("UPDATE {} AS r SET {set} WHERE r.`key` = {{key}} AND {condition}", self.table);
+        self.one(&text, shape)
+    }
+
+    fn by_key(&self) -> String {
+        format!(" STRAIGHT_JOIN {} AS r FORCE INDEX (PRIMARY) ON r.`key` = u.`key`", self.table)
+    }
+
+    /// Makes a statement that begins with `verb` and the rows `u`, of which `locks` selects some.
     ///
     /// The servers materialize the rows, because of the limit, and so lock the free rows first. The order of the join
     /// is fixed, so that each record is found by its key.
-    fn joining(&mut self, verb: &str, shape: Shape, tail: &str, skips: bool) -> Statement {
-        let named: Vec<_> = shape.iter().map(|(name, _)| format!("{{{name}}} AS `{name}`")).collect();
-        let (row, order) = plain(&format!("SELECT {}", named.join(", ")), shape);
-        let (head, tail) = if skips {
-            let free = format!(
-                ") AS u STRAIGHT_JOIN {} AS f FORCE INDEX (PRIMARY) ON f.`key` = u.`key` LIMIT 1000000 \
-                 FOR UPDATE SKIP LOCKED) AS u{tail}",
-                self.table
-            );
-            (format!("{verb}(SELECT u.* FROM ("), free)
-        } else {
-            (format!("{verb}("), format!(") AS u{tail}"))
+    fn joining(&mut self, verb: &str, shape: Shape, tail: &str, locks: Locks<'_>) -> Statement {
+        let mut named: Vec<_> = shape.iter().map(|(name, _)| format!("{{{name}}} AS `{name}`")).collect();
+        let (more, condition) = match locks {
+            Locks::None => (None, ""),
+            Locks::Free => (Some(""), ""),
+            Locks::FreeAnd(condition) => {
+                named.push("{rows} AS `rows`".to_owned());
+                (Some(", count(*) OVER () AS `writable`"), condition)
+            }
         };
-        let filler = Filler::NoKey;
-        Statement { place: self.place(), head, row, between: " UNION ALL ", tail, order, filler }
+        let (row, order) = plain(&format!("SELECT {}", named.join(", ")), shape);
+        let (head, tail) = match more {
+            Some(more) => {
+                let free = format!(
+                    ") AS u STRAIGHT_JOIN {} AS f FORCE INDEX (PRIMARY) ON f.`key` = u.`key`{condition} LIMIT 1000000 \
+                     FOR UPDATE SKIP LOCKED) AS u{tail}",
+                    self.table
+                );
+                (format!("{verb}(SELECT u.*{more} FROM ("), free)
+            }
+            None => (format!("{verb}("), format!(") AS u{tail}")),
+        };
+        let (filler, between) = (Filler::NoKey, " UNION ALL ");
+        let is_all_or_none = matches!(locks, Locks::FreeAnd(_));
+        Statement { place: self.place(), head, row, between, tail, order, filler, is_all_or_none }
     }
+}
+
+/// The records that a statement locks, and so its rows that remain.
+#[derive(Clone, Copy)]
+enum Locks<'a> {
+    /// The statement locks no record before it writes, and all rows remain.
+    None,
+    /// Those that no other session has locked.
+    Free,
+    /// Those of [`Free`](Self::Free) that this condition selects. The rows have the number of `rows` of the statement,
+    /// and the number of rows that are `writable`: those that remain.
+    FreeAnd(&'a str),
 }
 
 impl Statements {
@@ -688,8 +744,10 @@ impl Statements {
             REPLACE,
         );
         // For a release, `attempt` is null: its caller may not know the attempt's number, so no number is compared. A
-        // release keeps the journal for the next attempt. The result of a finished operation replaces the journal.
-        let (end, end_many) = texts.update(
+        // release keeps the journal for the next attempt. The result of a finished operation replaces the journal. A
+        // repeated end writes nothing, and another attempt may reserve the key right after a release, so neither a
+        // repetition nor a later look shows which ends of a batch were written: it is all of them, or none.
+        let (end, end_many) = texts.update_all_or_none(
             &format!(
                 "r.`result` = CASE WHEN {{state}} IN {unfinished} THEN r.`result` ELSE {{result}} END, \
                  r.`state` = {{state}}, r.`attempts_used` = greatest(r.`attempts_used` - {{refund}}, 0), \
@@ -727,9 +785,8 @@ impl Statements {
             &held,
             APPEND,
         );
-        let held_many =
-            format!(" STRAIGHT_JOIN {table} AS r FORCE INDEX (PRIMARY) ON r.`key` = u.`key` WHERE {}", joined(&held));
-        let held_many = texts.joining(&format!("SELECT {bounded} FROM "), ATTEMPT, &held_many, false);
+        let held_many = format!("{} WHERE {}", texts.by_key(), joined(&held));
+        let held_many = texts.joining(&format!("SELECT {bounded} FROM "), ATTEMPT, &held_many, Locks::None);
         // `may_live` is true if the decision also applies while the lease is live.
         let seen = format!(
             "r.`owner` = {{seen_owner}} AND r.`attempt` = {{seen_attempt}} AND r.`state` = {{seen_state}} \
@@ -763,7 +820,7 @@ impl Statements {
             "SELECT r.`key`, r.`expires_at` <= {NOW} FROM {table} AS r FORCE INDEX (`listed_at`) \
              WHERE r.`listed_at` <= {NOW} AND r.`format` = {VERSION} ORDER BY r.`listed_at` LIMIT {{limit}}"
         );
-        let by_key = format!(" STRAIGHT_JOIN {table} AS r FORCE INDEX (PRIMARY) ON r.`key` = u.`key`");
+        let by_key = texts.by_key();
         let delete_many = format!("{by_key} WHERE r.`format` = {VERSION} AND r.`expires_at` <= {NOW}");
         let relist_many = format!(
             "{by_key} SET r.`listed_at` = r.`expires_at` WHERE r.`format` = {VERSION} AND r.`expires_at` > {NOW}"
@@ -779,6 +836,17 @@ impl Statements {
         let pending = format!(") AND r.`state` = 'pending' AND {there}");
         Self {
             look: texts.one(&format!("SELECT {all} FROM {table} AS r WHERE r.`key` = {{key}}"), KEY),
+            // Both servers know this old form of `FOR SHARE`.
+            look_held: texts
+                .one(&format!("SELECT {all} FROM {table} AS r WHERE r.`key` = {{key}} LOCK IN SHARE MODE"), KEY),
+            // MariaDB runs the first comment and ignores the second one, and MySQL does the opposite.
+            look_free: texts.one(
+                &format!(
+                    "SELECT {all} FROM {table} AS r WHERE r.`key` = {{key}} /*M! LOCK IN SHARE MODE NOWAIT */ \
+                     /*!80000 FOR SHARE NOWAIT */"
+                ),
+                KEY,
+            ),
             look_many: texts.many(look_many.clone(), "{key}", KEY, ")".to_owned(), Filler::NoKey),
             reserve: texts.one(&format!("{insert}{values}"), RESERVE),
             reserve_many: texts.many(insert.clone(), &values, RESERVE, keeps.to_owned(), Filler::LastRow),
@@ -799,8 +867,8 @@ impl Statements {
             forget: texts.one(&forget, SEEN),
             forget_damaged: texts.one(&forget_damaged, STORED_COLUMNS),
             due: texts.one(&due, PURGE),
-            delete_many: texts.joining("DELETE r FROM ", KEY, &delete_many, true),
-            relist_many: texts.joining("UPDATE ", KEY, &relist_many, true),
+            delete_many: texts.joining("DELETE r FROM ", KEY, &delete_many, Locks::Free),
+            relist_many: texts.joining("UPDATE ", KEY, &relist_many, Locks::Free),
             list: texts.one(&list("PRIMARY", ""), LIST),
             list_undecided: texts.one(&list("`undecided`", "r.`on_crash_fail` = 1 AND "), LIST),
             ping: texts.one(&format!("SELECT {unread} FROM {table} AS r WHERE r.`key` = ''"), KEY),
