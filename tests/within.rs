@@ -7,6 +7,8 @@
 )]
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 
+#[path = "within/mysql_bank.rs"]
+mod mysql_bank;
 mod within {
     mod outbox;
     mod steps;
@@ -28,16 +30,19 @@ use idem_runtime::record::{State, StoredResult};
 use idem_runtime::store::{Reservation, ReserveRequest};
 use idem_runtime::within::OpenTransaction;
 use idem_runtime::{
-    Attempt, Codec, CodecError, Disposition, Error, InProgress, Key, MemoryStore, Mode, OnCrash, Operation, Outcome,
-    Policy, PostgresStore, SqliteStore, Store, StoreErrorKind, current, idempotent, observe,
+    Attempt, Codec, CodecError, Disposition, Error, InProgress, Key, MemoryStore, Mode, MySqlStore, OnCrash, Operation,
+    Outcome, Policy, PostgresStore, SqliteStore, Store, StoreErrorKind, current, idempotent, observe,
 };
 use idem_tests::Reopen as _;
 use idem_tests::log::Log;
+use idem_tests::mysql::raw as raw_mysql;
 use idem_tests::polls::{dropped_after, next_round, poll_once};
 use idem_tests::postgres::{raw, shared_schema};
 use idem_tests::sqlite::{Folder, raw as sqlite};
 use rusqlite::{Connection, TransactionBehavior};
 use tokio_postgres::{Client, IsolationLevel, Transaction};
+
+use self::mysql_bank::MySqlBank;
 
 type PgTx<'t> = OpenTransaction<Transaction<'t>>;
 type SqliteTx<'t> = OpenTransaction<rusqlite::Transaction<'t>>;
@@ -949,6 +954,24 @@ async fn the_attribute_accepts_a_transaction_as_its_store() {
 
 type AnyError = Box<dyn std::error::Error + Send + Sync>;
 
+/// Drops `call` before its end, while `audit` waits for the lock of its transaction. Returns the error of this.
+async fn drop_beside_waiting_code(
+    call: impl Future<Output = Result<u32, AnyError>>,
+    audit: impl Future<Output = ()>,
+) -> Result<u32, AnyError> {
+    let audit = async {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        audit.await;
+        Ok(())
+    };
+    let check = async {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        Err::<(), AnyError>("not allowed".into())
+    };
+    // Dropped in reverse: the call before the code that waits.
+    futures::try_join!(audit, call, check).map(|((), paid, ())| paid)
+}
+
 fn is_retry(outcome: &Outcome) -> bool {
     matches!(outcome.disposition(), Disposition::Retry { after } if after > Duration::ZERO)
 }
@@ -1279,8 +1302,115 @@ mod sqlx_0_9 {
     }
 }
 
+use mysql_by_mysql_async::calls as by_mysql_async;
+use mysql_by_sqlx_0_9::driver::calls as mysql_by_sqlx;
 use sqlx_0_8::calls as by_sqlx;
 use sqlx_0_9::calls as by_new_sqlx;
+
+// ---- MySQL and MariaDB, through each driver
+// --------------------------------------------------------------------------
+
+#[path = "within"]
+mod mysql_by_mysql_async {
+    use idem_runtime::MySqlStore;
+    use idem_runtime::future::Observe;
+    use idem_runtime::within::OpenTransaction;
+    use mysql_async::prelude::Queryable as _;
+    use mysql_async::{Conn, TxOpts};
+
+    use crate::AnyError;
+    use crate::mysql_bank::MySqlBank;
+
+    #[path = "by_mysql.rs"]
+    pub(crate) mod calls;
+
+    pub(crate) type Driver<'c> = mysql_async::Transaction<'c>;
+
+    async fn connect(bank: &MySqlBank) -> Conn {
+        idem_tests::mysql::raw(&bank.url).await
+    }
+
+    /// Opens a connection in place of one on which a statement was dropped.
+    async fn reopened(bank: &MySqlBank, connection: Conn) -> Conn {
+        if connection.is_disconnected() { connect(bank).await } else { connection }
+    }
+
+    async fn begin(connection: &mut Conn) -> Result<Driver<'_>, mysql_async::Error> {
+        connection.start_transaction(TxOpts::default()).await
+    }
+
+    async fn execute(tx: &OpenTransaction<Driver<'_>>, text: &str) -> Result<(), AnyError> {
+        Ok(tx.lock().await.query_drop(text).await?)
+    }
+
+    /// Runs a statement outside of a transaction, unless a dropped statement has broken the connection.
+    async fn execute_alone(connection: &mut Conn, text: &str) -> Result<bool, AnyError> {
+        if connection.is_disconnected() {
+            return Ok(false);
+        }
+        connection.query_drop(text).await?;
+        Ok(true)
+    }
+
+    async fn number(tx: &OpenTransaction<Driver<'_>>, text: &str) -> i64 {
+        tx.lock().await.query_first(text).await.unwrap().unwrap()
+    }
+
+    fn transact<T, E, W>(connection: &mut Conn, work: W) -> Observe<impl Future<Output = Result<T, E>>>
+    where
+        W: AsyncFnOnce(&OpenTransaction<Driver<'_>>) -> Result<T, E> + Clone,
+        E: From<mysql_async::Error>,
+    {
+        MySqlStore::transact(connection, work)
+    }
+}
+
+#[path = "within"]
+mod mysql_by_sqlx_0_8 {
+    use ::sqlx_0_8 as sqlx;
+    use idem_runtime::MySqlStore;
+    use idem_runtime::future::Observe;
+    use idem_runtime::within::OpenTransaction;
+
+    #[path = "mysql_by_sqlx.rs"]
+    pub(crate) mod driver;
+
+    fn transact<T, E, W>(pool: &mut sqlx::MySqlPool, work: W) -> Observe<impl Future<Output = Result<T, E>>>
+    where
+        W: AsyncFnOnce(&OpenTransaction<driver::Driver<'_>>) -> Result<T, E> + Clone,
+        E: From<sqlx::Error>,
+    {
+        MySqlStore::transact_sqlx_0_8(pool, work)
+    }
+
+    fn sql(text: &str) -> &str {
+        text
+    }
+}
+
+#[path = "within"]
+mod mysql_by_sqlx_0_9 {
+    use ::sqlx_0_9 as sqlx;
+    use idem_runtime::MySqlStore;
+    use idem_runtime::future::Observe;
+    use idem_runtime::within::OpenTransaction;
+
+    #[path = "mysql_by_sqlx.rs"]
+    #[allow(clippy::duplicate_mod, reason = "each release of sqlx has its own types")]
+    pub(crate) mod driver;
+
+    fn transact<T, E, W>(pool: &mut sqlx::MySqlPool, work: W) -> Observe<impl Future<Output = Result<T, E>>>
+    where
+        W: AsyncFnOnce(&OpenTransaction<driver::Driver<'_>>) -> Result<T, E> + Clone,
+        E: From<sqlx::Error>,
+    {
+        MySqlStore::transact_sqlx_0_9(pool, work)
+    }
+
+    fn sql(text: &str) -> sqlx::AssertSqlSafe<String> {
+        sqlx::AssertSqlSafe(text.to_owned())
+    }
+}
 
 // ---- SQLite
 // ----------------------------------------------------------------------------------------------------------
@@ -1796,6 +1926,14 @@ async fn in_postgres_processes_that_die_leave_every_effect_exactly_once() {
 }
 
 #[tokio::test]
+async fn in_mysql_processes_that_die_leave_every_effect_exactly_once() {
+    let bank = MySqlBank::open().await;
+    bank.execute(&format!("CREATE TABLE {}_effects (n int)", bank.table)).await;
+    race(&format!("mysql {} {}", bank.url, bank.table)).await;
+    is_once(&bank.numbers(&format!("SELECT count(*) FROM {}_effects GROUP BY n", bank.table)).await);
+}
+
+#[tokio::test]
 async fn in_sqlite_processes_that_die_leave_every_effect_exactly_once() {
     let till = Till::new();
     let connection = till.connection();
@@ -1815,15 +1953,26 @@ enum Driver {
     TokioPostgres(Bank),
     Sqlx(Bank, ::sqlx_0_8::PgPool),
     NewSqlx(Bank, ::sqlx_0_9::PgPool),
+    MySqlAsync(MySqlBank),
+    MySqlSqlx(MySqlBank, ::sqlx_0_9::MySqlPool),
     Rusqlite(Till),
 }
 
 impl Driver {
-    async fn all() -> [Self; 4] {
+    async fn all() -> [Self; 6] {
         let (bank, new_bank) = (Bank::open().await, Bank::open().await);
         let (pool, new_pool) = (by_sqlx::pool(&bank).await, by_new_sqlx::pool(&new_bank).await);
         let (of_sqlx, of_new_sqlx) = (Self::Sqlx(bank, pool), Self::NewSqlx(new_bank, new_pool));
-        [Self::TokioPostgres(Bank::open().await), of_sqlx, of_new_sqlx, Self::Rusqlite(Till::new())]
+        let mysql = MySqlBank::open().await;
+        let pool = mysql_by_sqlx_0_9::driver::connect(&mysql).await;
+        [
+            Self::TokioPostgres(Bank::open().await),
+            of_sqlx,
+            of_new_sqlx,
+            Self::MySqlAsync(MySqlBank::open().await),
+            Self::MySqlSqlx(mysql, pool),
+            Self::Rusqlite(Till::new()),
+        ]
     }
 
     fn name(&self) -> &'static str {
@@ -1831,6 +1980,8 @@ impl Driver {
             Self::TokioPostgres(_) => "tokio-postgres",
             Self::Sqlx(..) => "sqlx 0.8",
             Self::NewSqlx(..) => "sqlx 0.9",
+            Self::MySqlAsync(_) => "mysql_async",
+            Self::MySqlSqlx(..) => "sqlx 0.9 on MySQL",
             Self::Rusqlite(_) => "rusqlite",
         }
     }
@@ -1840,6 +1991,7 @@ impl Driver {
     fn payee(&self) -> String {
         match self {
             Self::TokioPostgres(bank) | Self::Sqlx(bank, _) | Self::NewSqlx(bank, _) => bank.schema.clone(),
+            Self::MySqlAsync(bank) | Self::MySqlSqlx(bank, _) => bank.table.clone(),
             Self::Rusqlite(till) => till.folder.path().display().to_string(),
         }
     }
@@ -1847,6 +1999,7 @@ impl Driver {
     async fn payments(&self) -> i64 {
         match self {
             Self::TokioPostgres(bank) | Self::Sqlx(bank, _) | Self::NewSqlx(bank, _) => bank.payments().await,
+            Self::MySqlAsync(bank) | Self::MySqlSqlx(bank, _) => bank.payments().await,
             Self::Rusqlite(till) => till.payments(),
         }
     }
@@ -1881,6 +2034,19 @@ impl Driver {
                 };
                 PostgresStore::transact_sqlx_0_9(pool, work).delivery(delivery).catch_panics().await
             }
+            Self::MySqlAsync(bank) => {
+                let mut connection = raw_mysql(&bank.url).await;
+                let work = async |tx: &by_mysql_async::Tx<'_>| {
+                    after(by_mysql_async::make_call(bank, tx, &self.payee(), policy, end).await)
+                };
+                MySqlStore::transact(&mut connection, work).delivery(delivery).catch_panics().await
+            }
+            Self::MySqlSqlx(bank, pool) => {
+                let work = async |tx: &mysql_by_sqlx::Tx<'_>| {
+                    after(mysql_by_sqlx::make_call(bank, tx, &self.payee(), policy, end).await)
+                };
+                MySqlStore::transact_sqlx_0_9(pool, work).delivery(delivery).catch_panics().await
+            }
             Self::Rusqlite(till) => {
                 let mut connection = till.connection();
                 let work = async |tx: &SqliteTx<'_>| after(sell_and_end(tx, &self.payee(), policy, end, false).await);
@@ -1896,9 +2062,13 @@ impl Driver {
                 observe(async {
                     let mut client = bank.client().await;
                     let tx = OpenTransaction::new(client.transaction().await?);
-                    let paid = bank.end(&tx, &self.payee(), policy, end).await.map_err(|it| it.0)?;
-                    tx.into_inner().commit().await?;
-                    Ok(paid)
+                    let paid = bank.end(&tx, &self.payee(), policy, end).await;
+                    match paid.is_ok() {
+                        true => tx.into_inner().commit().await?,
+                        // Otherwise the next delivery may find the key still held.
+                        false => tx.into_inner().rollback().await?,
+                    }
+                    Ok(paid.map_err(|it| it.0)?)
                 })
                 .await
             }
@@ -1920,6 +2090,34 @@ impl Driver {
                 observe(async {
                     let tx = by_new_sqlx::SqlxTransaction::new(pool.begin().await?);
                     let paid = by_new_sqlx::make_call(bank, &tx, &self.payee(), policy, end).await;
+                    match paid.is_ok() {
+                        true => tx.into_inner().commit().await?,
+                        // The rollback is explicit, because a dropped transaction is rolled back only when its
+                        // connection is used again.
+                        false => tx.into_inner().rollback().await?,
+                    }
+                    Ok(paid.map_err(|it| it.0)?)
+                })
+                .await
+            }
+            Self::MySqlAsync(bank) => {
+                observe(async {
+                    let mut connection = raw_mysql(&bank.url).await;
+                    let begun = connection.start_transaction(mysql_async::TxOpts::default()).await?;
+                    let tx = by_mysql_async::Tx::new(begun);
+                    let paid = by_mysql_async::make_call(bank, &tx, &self.payee(), policy, end).await;
+                    match paid.is_ok() {
+                        true => tx.into_inner().commit().await?,
+                        false => tx.into_inner().rollback().await?,
+                    }
+                    Ok(paid.map_err(|it| it.0)?)
+                })
+                .await
+            }
+            Self::MySqlSqlx(bank, pool) => {
+                observe(async {
+                    let tx = mysql_by_sqlx::Tx::new(pool.begin().await?);
+                    let paid = mysql_by_sqlx::make_call(bank, &tx, &self.payee(), policy, end).await;
                     match paid.is_ok() {
                         true => tx.into_inner().commit().await?,
                         // The rollback is explicit, because a dropped transaction is rolled back only when its

@@ -16,7 +16,7 @@ use idem_tests::polls::{dropped_after, next_round, poll_once};
 use super::sqlx::postgres::PgPoolOptions;
 use super::sqlx::{PgPool, Postgres, Transaction, query};
 use super::{sql, transact};
-use crate::{AnyError, Bank, Declined, End, POLICY, is_retry, key, tells_of_the_table};
+use crate::{AnyError, Bank, Declined, End, POLICY, drop_beside_waiting_code, is_retry, key, tells_of_the_table};
 
 pub(crate) type SqlxTransaction<'c> = OpenTransaction<Transaction<'c, Postgres>>;
 
@@ -37,8 +37,14 @@ async fn pay(tx: &SqlxTransaction<'_>, schema: &str, name: &str) -> Result<Vec<u
 
 /// Opens a pool of connections whose search path begins with the schema.
 pub(crate) async fn pool(bank: &Bank) -> PgPool {
+    pool_of(bank, 10).await
+}
+
+/// Opens such a pool with at most `connections` connections.
+async fn pool_of(bank: &Bank, connections: u32) -> PgPool {
     let path = format!("SET search_path = \"{}\"", bank.schema.replace('"', "\"\""));
     PgPoolOptions::new()
+        .max_connections(connections)
         .after_connect(move |connection, _| {
             let path = path.clone();
             Box::pin(async move { super::sqlx::Executor::execute(connection, sql(&path)).await.map(|_| ()) })
@@ -142,7 +148,8 @@ async fn a_call_can_be_dropped_at_every_await() {
         ("fail err", fail, End::Fail),
     ] {
         let bank = Bank::open().await;
-        let pool = pool(&bank).await;
+        // Each transaction uses the connection of the one before it.
+        let pool = pool_of(&bank, 1).await;
         let mut polls = 0;
         for round in 0.. {
             let name = format!("{name} {round}");
@@ -150,7 +157,11 @@ async fn a_call_can_be_dropped_at_every_await() {
             let pause = async || tokio::time::sleep(Duration::from_millis(3)).await;
             let is_over = dropped_after(polls, make_call(&bank, &tx, &name, policy, end), pause).await;
             // Either payment and record are both committed, or the commit fails and neither is committed.
-            let committed = tx.into_inner().commit().await.is_ok();
+            let committing = AssertUnwindSafe(async { tx.into_inner().commit().await }).catch_unwind();
+            let committed = committing.await.is_ok_and(|committed| committed.is_ok());
+            // The connection has no open transaction, in which a later statement would never be committed.
+            query("INSERT INTO payments VALUES ($1)").bind(format!("alone {name}")).execute(&pool).await.unwrap();
+            assert!(bank.names().await.contains(&format!("alone {name}")), "{name}");
             let (state, paid) = (bank.state(&name).await, bank.names().await.contains(&name));
             match (&state, paid) {
                 (Some(State::Completed(_)), true) if committed => {}
@@ -279,4 +290,34 @@ async fn the_error_for_a_missing_table_names_the_command_that_creates_it() {
     tells_of_the_table(&refused, &log.end(), "transact");
     assert!(is_retry(&outcome), "{outcome:?}");
     assert_eq!(bank.payments().await, 0);
+}
+
+/// Other code waits for the lock of the transaction when a call in it is dropped.
+#[tokio::test]
+async fn a_call_that_is_dropped_while_other_code_waits_for_the_lock_commits_nothing() {
+    let bank = Bank::open().await;
+    let pool = pool_of(&bank, 1).await;
+    let (result, outcome) = transact(&pool, async |tx| {
+        let call = async {
+            let body = async {
+                insert(tx, "first").await;
+                query("SELECT pg_sleep(0.3)").execute(&mut **tx.lock().await).await.ok();
+                Ok::<_, Error>(1_u32)
+            };
+            let operation = PostgresStore::within(tx).schema(&bank.schema).operation(Ok(key("first")), POLICY);
+            Ok::<_, AnyError>(operation.run(body).await?)
+        };
+        Box::pin(drop_beside_waiting_code(call, insert(tx, "audit"))).await
+    })
+    .await;
+    assert!(result.is_err() && is_retry(&outcome), "{result:?}, {outcome:?}");
+    for name in ["second", "third"] {
+        let (paid, outcome) = transact(&pool, async |tx| {
+            Ok::<_, AnyError>(make_call(&bank, tx, name, POLICY, End::Succeed).await.map_err(|it| it.0)?)
+        })
+        .await;
+        assert_eq!((paid.unwrap(), outcome.disposition()), (1, Disposition::Ack));
+        assert!(bank.names().await.contains(&name.to_owned()), "acknowledged and not committed");
+    }
+    assert_eq!(bank.names().await, ["second", "third"]);
 }

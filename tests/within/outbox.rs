@@ -91,6 +91,9 @@ impl Shop {
             if let Driver::TokioPostgres(bank) | Driver::Sqlx(bank, _) | Driver::NewSqlx(bank, _) = &driver {
                 let _shared = bank.store.clone().with_sender(broker.clone());
             }
+            if let Driver::MySqlAsync(bank) | Driver::MySqlSqlx(bank, _) = &driver {
+                let _shared = bank.store.clone().with_sender(broker.clone());
+            }
             shops.push(Self { driver, broker });
         }
         shops
@@ -112,61 +115,67 @@ impl Shop {
             Driver::TokioPostgres(bank) => {
                 let work = async |tx: &PgTx<'_>| {
                     let within = PostgresStore::within(tx).schema(&bank.schema).sender_of(&bank.store);
-                    after(
-                        within
-                            .operation(key(), POLICY)
-                            .run(async {
-                                tx.execute("INSERT INTO payments VALUES ('a')", &[]).await.unwrap();
-                                pushed()
-                            })
-                            .await,
-                    )
+                    let paid = within.operation(key(), POLICY).run(async {
+                        tx.execute("INSERT INTO payments VALUES ('a')", &[]).await.unwrap();
+                        pushed()
+                    });
+                    after(paid.await)
                 };
                 PostgresStore::transact(&mut bank.client().await, work).await
             }
             Driver::Sqlx(bank, pool) => {
                 let work = async |tx: &by_sqlx::SqlxTransaction<'_>| {
                     let within = PostgresStore::within(tx).schema(&bank.schema).sender_of(&bank.store);
-                    after(
-                        within
-                            .operation(key(), POLICY)
-                            .run(async {
-                                by_sqlx::insert(tx, "a").await;
-                                pushed()
-                            })
-                            .await,
-                    )
+                    let paid = within.operation(key(), POLICY).run(async {
+                        by_sqlx::insert(tx, "a").await;
+                        pushed()
+                    });
+                    after(paid.await)
                 };
                 PostgresStore::transact_sqlx_0_8(pool, work).await
             }
             Driver::NewSqlx(bank, pool) => {
                 let work = async |tx: &by_new_sqlx::SqlxTransaction<'_>| {
                     let within = PostgresStore::within(tx).schema(&bank.schema).sender_of(&bank.store);
-                    after(
-                        within
-                            .operation(key(), POLICY)
-                            .run(async {
-                                by_new_sqlx::insert(tx, "a").await;
-                                pushed()
-                            })
-                            .await,
-                    )
+                    let paid = within.operation(key(), POLICY).run(async {
+                        by_new_sqlx::insert(tx, "a").await;
+                        pushed()
+                    });
+                    after(paid.await)
                 };
                 PostgresStore::transact_sqlx_0_9(pool, work).await
+            }
+            Driver::MySqlAsync(bank) => {
+                let work = async |tx: &by_mysql_async::Tx<'_>| {
+                    let within = MySqlStore::within(tx).table(&bank.table).sender_of(&bank.store);
+                    let paid = within.operation(key(), POLICY).run(async {
+                        by_mysql_async::insert(bank, tx, "a").await;
+                        pushed()
+                    });
+                    after(paid.await)
+                };
+                MySqlStore::transact(&mut raw_mysql(&bank.url).await, work).await
+            }
+            Driver::MySqlSqlx(bank, pool) => {
+                let work = async |tx: &mysql_by_sqlx::Tx<'_>| {
+                    let within = MySqlStore::within(tx).table(&bank.table).sender_of(&bank.store);
+                    let paid = within.operation(key(), POLICY).run(async {
+                        mysql_by_sqlx::insert(bank, tx, "a").await;
+                        pushed()
+                    });
+                    after(paid.await)
+                };
+                MySqlStore::transact_sqlx_0_9(pool, work).await
             }
             Driver::Rusqlite(till) => {
                 let store = till.store(&self.broker).await;
                 let work = async |tx: &SqliteTx<'_>| {
                     let within = SqliteStore::within(tx).sender_of(&store);
-                    after(
-                        within
-                            .operation(key(), POLICY)
-                            .run(async {
-                                tx.execute("INSERT INTO payments VALUES ('a')", []).unwrap();
-                                pushed()
-                            })
-                            .await,
-                    )
+                    let paid = within.operation(key(), POLICY).run(async {
+                        tx.execute("INSERT INTO payments VALUES ('a')", []).unwrap();
+                        pushed()
+                    });
+                    after(paid.await)
                 };
                 SqliteStore::transact(&mut till.connection(), work).await
             }

@@ -2,8 +2,13 @@
 
 use std::time::Duration;
 
-use idem_runtime::policy::{Backoff, StepPolicy};
-use idem_runtime::{Error, MemoryStore, Reconciliation, current, idempotent};
+use idem_runtime::policy::{Backoff, OnUndecodable, StepPolicy};
+use idem_runtime::within::OpenTransaction;
+use idem_runtime::{
+    Codec, CodecError, Error, Json, MemoryStore, Postcard, PostgresStore, Reconciliation, Undecodable, current,
+    idempotent,
+};
+use tokio_postgres::Client;
 
 struct App {
     store: MemoryStore,
@@ -60,7 +65,30 @@ async fn fulfil(app: &App, order: u64, lines: &[String]) -> Result<u64, Error> {
     let (booked, wired) = tokio::try_join!(booked, wired)?;
     // A closure that is not async.
     let noted: u64 = attempt.step("note").run(|_| std::future::ready(Ok::<_, Error>(1))).await?;
-    Ok(total + booked + wired + noted)
+    // A step whose effect can't be undone, and which asks a reconciler.
+    let posted = attempt
+        .step("post")
+        .irreversible()
+        .reconcile(async |step| Ok(Reconciliation::Done(app.quote(&address, step.child_key()).await?)))
+        .run(async |step| app.quote(&address, step.child_key()).await)
+        .await?;
+    // A codec, and a reaction to values of an older type.
+    let rows = attempt.step("rows").codec::<Postcard>().on_undecodable(OnUndecodable::Migrate(migrate));
+    let rows = rows.run(async |_| Ok::<_, Error>(vec![app.quote(&address, String::new()).await?])).await?;
+    // Two steps of which one loses the race.
+    let raced = tokio::select! {
+        quoted = attempt.step("fast").run(async |step| app.quote(&address, step.child_key()).await) => quoted?,
+        quoted = attempt.step("slow").run(async |_| {
+            app.quote(&address, String::new()).await?;
+            std::future::pending::<Result<u64, Error>>().await
+        }) => quoted?,
+    };
+    Ok(total + booked + wired + noted + posted + rows[0] + raced)
+}
+
+/// Reads a single row of an older version as a list of rows.
+fn migrate(recorded: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
+    Json::encode(&[recorded.decode::<u64>()?])
 }
 
 type BoxedError = Box<dyn std::error::Error + Send + Sync>;
@@ -69,7 +97,8 @@ type BoxedError = Box<dyn std::error::Error + Send + Sync>;
 #[idempotent(key = "boxed:{order}", ttl = "7d", store = app.store)]
 async fn boxed(app: &App, order: u64) -> Result<u64, BoxedError> {
     let attempt = current()?;
-    let quoted = attempt.step("quote").run(async |step| Ok::<_, BoxedError>(app.quote("a", step.child_key()).await?)).await?;
+    let quoted =
+        attempt.step("quote").run(async |step| Ok::<_, BoxedError>(app.quote("a", step.child_key()).await?)).await?;
     let booked = attempt
         .step("book")
         .reconcile(async |step| Ok::<_, BoxedError>(Reconciliation::Done(app.quote("b", step.child_key()).await?)))
@@ -77,7 +106,36 @@ async fn boxed(app: &App, order: u64) -> Result<u64, BoxedError> {
         .run(async |step| Ok::<_, BoxedError>(app.quote("b", step.child_key()).await?))
         .await?;
     let retried = attempt.step("retried").fail().retry(2, BACKOFF);
-    Ok(quoted + booked + retried.run(async |_| Ok::<_, BoxedError>(app.quote("c", String::new()).await?)).await?)
+    let retried = retried.run(async |_| Ok::<_, BoxedError>(app.quote("c", String::new()).await?)).await?;
+    let posted = attempt
+        .step("post")
+        .codec::<Postcard>()
+        .on_undecodable(OnUndecodable::Migrate(migrate))
+        .irreversible()
+        .reconcile(async |step| Ok::<_, BoxedError>(Reconciliation::Done(app.quote("d", step.child_key()).await?)));
+    let post = posted.run(async |step| Ok::<_, BoxedError>(app.quote("d", step.child_key()).await?));
+    let posted = tokio::select! {
+        posted = post => posted?,
+        never = attempt.step("never").run(async |_| std::future::pending::<Result<u64, BoxedError>>().await) => never?,
+    };
+    Ok(quoted + booked + retried + posted)
+}
+
+/// The entry of the step is a record in a transaction of the handler.
+#[idempotent(key = "debit:{order}", ttl = "7d", store = app.store)]
+async fn debit(app: &App, client: &mut Client, order: u64) -> Result<u64, BoxedError> {
+    let attempt = current()?;
+    let (tx, account) = (OpenTransaction::new(client.transaction().await?), format!("account of {order}"));
+    let debit = attempt.step("debit").fingerprint(&account).timeout(Duration::from_secs(1));
+    let debit = debit.on_undecodable(OnUndecodable::Migrate(migrate)).within(PostgresStore::within(&tx));
+    let debited = debit
+        .run(async |step| {
+            let text = "INSERT INTO payments (account, step) VALUES ($1, $2)";
+            Ok::<_, BoxedError>(tx.execute(text, &[&account, &step.name()]).await?)
+        })
+        .await?;
+    tx.into_inner().commit().await?;
+    Ok(debited)
 }
 
 fn main() {
@@ -88,4 +146,6 @@ fn main() {
         fulfil(&app, 42, &["cup".to_owned(), "tea".to_owned()]).await
     });
     assert!(runtime.block_on(spawned).unwrap().unwrap() > 0);
+    // Not called: there is no server here.
+    let _ = |app: App, mut client: Client| runtime.spawn(async move { debit(&app, &mut client, 42).await });
 }
