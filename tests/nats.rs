@@ -1,25 +1,35 @@
 //! `NatsStore` on real servers: its stream, its errors, its costs, and faults.
 #![allow(clippy::disallowed_methods, reason = "these tests wait for real servers")]
 
+#[path = "nats/outbox.rs"]
+mod outbox;
+
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use async_nats::Client;
+use async_nats::{Client, StatusCode};
 use futures::StreamExt as _;
 use idem_runtime::nats::NatsOptions;
 use idem_runtime::operator::OperatorError;
 use idem_runtime::record::{Record, State, StoredResult, format};
+use idem_runtime::step::StepProblem;
 use idem_runtime::store::{
     Cursor, Decision, DecisionAnswer, Filter, Finish, Release, Reservation, ReserveRequest, Standing, Verdict,
     renew_all,
 };
-use idem_runtime::{Error, Key, NatsStore, OnCrash, Operation, Store, StoreError, StoreErrorKind, StoreExt, observe};
-use idem_tests::calls::{LEASE, POLICY, call, done, key, request, reserved, stored, wins};
+use idem_runtime::{
+    Error, Key, NatsStore, OnCrash, Operation, Store, StoreError, StoreErrorKind, StoreExt, current, observe,
+};
+use idem_tests::calls::{
+    LEASE, POLICY, call, done, is_of_a_later_format, key, one_step, request, reserved, stored,
+    takes_its_largest_journal, wins, with_journal,
+};
 use idem_tests::nats::{Kind, NatsServer, put, subject_of};
 use idem_tests::proxy::{Line, Proxy};
 use idem_tests::race::Race;
 use idem_tests::server::until;
+use idem_tests::tls::Certificate;
 use serde_json::{Value, json};
 
 async fn connect(server: &NatsServer) -> NatsStore {
@@ -263,25 +273,15 @@ async fn a_login_without_the_right_to_publish_is_told_at_once() {
 /// The server speaks TLS, with a certificate of its own.
 #[tokio::test]
 async fn a_store_refuses_a_server_with_an_untrusted_certificate() {
-    let folder = std::env::temp_dir().join(format!("idem-test-nats-tls-{}", std::process::id()));
-    std::fs::create_dir_all(&folder).unwrap();
-    let path = |name: &str| folder.join(name).to_str().unwrap().to_owned();
-    let made = Command::new("openssl")
-        .args(["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"])
-        .args(["-addext", "subjectAltName=DNS:localhost", "-addext", "basicConstraints=critical,CA:FALSE"])
-        .args(["-keyout", &path("key.pem"), "-out", &path("cert.pem")])
-        .output()
-        .expect("openssl runs; ./scripts/test installs it");
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    let lines = format!("tls {{ cert_file: {:?}, key_file: {:?} }}", path("cert.pem"), path("key.pem"));
+    let certificate = Certificate::new();
+    let lines = format!("tls {{ cert_file: {:?}, key_file: {:?} }}", certificate.file(), certificate.key());
     let server = NatsServer::start_with(Kind::Nats, &lines);
     let url = format!("tls://localhost:{}", server.port());
     let error = refusal(NatsStore::options(), &url).await;
     assert_ne!(error.kind(), StoreErrorKind::Unconfirmed, "{error}");
-    let trusting = NatsStore::options().root_certificates(path("cert.pem"));
+    let trusting = NatsStore::options().root_certificates(certificate.file());
     let store = trusting.connect(&url).await.expect("a trusted certificate");
     assert_eq!(call(&store, "k", &AtomicU32::new(0)).await.0.unwrap(), 1);
-    std::fs::remove_dir_all(folder).ok();
 }
 
 // Messages.
@@ -401,6 +401,27 @@ async fn a_message_with_foreign_headers_is_damaged_and_does_not_block_its_key() 
     }
 }
 
+/// The driver gives up its connection at a message whose headers are no text.
+#[tokio::test]
+async fn a_message_that_the_driver_can_not_read_is_listed_with_all_others() {
+    let server = NatsServer::start();
+    let (store, raw) = (connect(&server).await, raw(&server).await);
+    reserved(&store, "first").await;
+    publish(&raw, &key("second"), b"X: \xff\xfe", b"hello").await;
+    reserved(&store, "third").await;
+    let (mut filter, mut listed) = (Filter::new().scan(), Vec::new());
+    loop {
+        let page = store.list(&filter).await.unwrap();
+        listed.extend(page.records.into_iter().map(|(key, found)| (key, found.standing())));
+        match page.next {
+            Some(next) => filter = filter.after(next),
+            None => break,
+        }
+    }
+    let expected = [("first", Standing::Running), ("second", Standing::Damaged), ("third", Standing::Running)];
+    assert_eq!(listed, expected.map(|(name, standing)| (key(name), standing)));
+}
+
 /// A mirror with `mirror_direct` answers direct reads of the origin, maybe with an earlier state.
 #[tokio::test]
 async fn a_store_whose_bucket_has_a_mirror_reads_from_the_leader() {
@@ -427,6 +448,39 @@ async fn a_store_whose_bucket_has_a_mirror_reads_from_the_leader() {
     call(&store, "k", &runs).await.0.unwrap();
     counted.since().await;
     assert_eq!(counted.directly, before, "no further read is direct");
+}
+
+/// A mirror that has no record of a key answers direct reads, too: a replay then takes two further requests, not more.
+#[tokio::test]
+async fn a_mirror_without_the_record_costs_a_replay_two_requests() {
+    let server = NatsServer::start();
+    let (store, raw) = (connect(&server).await, raw(&server).await);
+    let mirror = json!({
+        "name": "KV_copy", "storage": "file", "num_replicas": 1, "max_msgs_per_subject": 1, "allow_direct": true,
+        "mirror_direct": true, "allow_msg_ttl": true,
+        "mirror": { "name": "KV_idem", "filter_subject": "$KV.idem.1.other.>" },
+    });
+    let created = api(&raw, "STREAM.CREATE.KV_copy", mirror).await;
+    assert_eq!(created["did_create"], true, "{created}");
+    let runs = AtomicU32::new(0);
+    call(&store, "k", &runs).await.0.unwrap();
+    // A mirror answers once it has a message.
+    put(&server.url(), "$KV.idem.1.other.x", b"x").await;
+    let question = format!("$JS.API.DIRECT.GET.KV_idem.{}", subject_of("idem", &key("k")));
+    until("the mirror answers", async || {
+        raw.request(question.clone(), "".into()).await.unwrap().status == Some(StatusCode::NOT_FOUND)
+    })
+    .await;
+    let mut counted = Counted::on(&server).await;
+    let mut most = 0;
+    for n in 0..100 {
+        assert!(call(&store, "k", &runs).await.1.replayed());
+        // The mirror has requests of its own.
+        let [writes, reads, _] = counted.since().await;
+        // The first replays are not expected, and begin with a write.
+        most = if n < 20 { 0 } else { most.max(writes + reads) };
+    }
+    assert_eq!(most, 3, "the mirror has answered a read that no record exists");
 }
 
 #[tokio::test]
@@ -481,6 +535,23 @@ async fn nats_lists_records_only_if_the_filter_asks_for_a_scan() {
     }
 }
 
+#[tokio::test]
+async fn a_record_with_a_journal_of_a_later_format_is_left_unchanged() {
+    let server = NatsServer::start();
+    let store = connect(&server).await;
+    let lease = reserved(&store, "k").await;
+    let record = with_journal(Record::after(&lease, State::Released), one_step());
+    let mut later = format::encode(&record);
+    later[4] = 2;
+    put(&server.url(), &subject_of("idem", &key("k")), &later).await;
+    let raw = raw(&server).await;
+    let last = async || api(&raw, "STREAM.INFO.KV_idem", json!({})).await["state"]["last_seq"].clone();
+    let before = last().await;
+    // Another process: the first one holds the key.
+    is_of_a_later_format(&connect(&server).await, "k").await;
+    assert_eq!(last().await, before, "nothing was written");
+}
+
 // Limits.
 
 #[tokio::test]
@@ -505,6 +576,30 @@ async fn a_result_too_large_for_the_stream_ends_the_operation_without_the_result
         let state = store.inspect(&key("call")).await.unwrap().unwrap().record.state;
         assert!(matches!(state, State::Completed(StoredResult::TooLarge { .. })), "{bucket}: {state:?}");
     }
+}
+
+/// A step whose entry did not fit would have an effect that no later attempt knows of.
+#[tokio::test]
+async fn a_step_beyond_the_largest_message_is_refused_before_its_body() {
+    // The journal leaves room for the headers of its message, and for the other parts of a record.
+    const LARGEST: usize = 16_384 - 256 - 2 * 1024;
+    let server = NatsServer::start_with(Kind::Nats, "max_payload: 16384\n");
+    let store = NatsStore::connect(&server.url()).await.unwrap();
+    let raw = raw(&server).await;
+    let last = async || api(&raw, "STREAM.INFO.KV_idem", json!({})).await["state"]["last_seq"].clone();
+    let body = async {
+        let attempt = current()?;
+        // The rest of the journal has less room than the entries of one step may need.
+        attempt.step("fills").run(async |_| Ok::<_, Error>("x".repeat(LARGEST - 100))).await?;
+        let before = last().await;
+        let refused = attempt.step("refused").run(async |_| -> Result<u8, Error> { panic!("the body ran") }).await;
+        assert_eq!(last().await, before, "nothing was sent for the step");
+        refused
+    };
+    let error = Operation::new(&store, Ok(key("steps")), POLICY).run(body).await.unwrap_err();
+    let Error::Step { problem: StepProblem::JournalFull { max: LARGEST, .. }, .. } = error else { panic!("{error}") };
+
+    takes_its_largest_journal(&store, LARGEST).await;
 }
 
 #[tokio::test]
@@ -572,9 +667,13 @@ struct Counted {
 
 impl Counted {
     async fn on(server: &NatsServer) -> Self {
-        let raw = raw(server).await;
-        let records = raw.subscribe("$KV.>").await.unwrap();
-        let api = raw.subscribe("$JS.API.>").await.unwrap();
+        Self::of(raw(server).await, "$KV.>", "$JS.API.>").await
+    }
+
+    /// Counts the requests on these subjects.
+    async fn of(raw: Client, records: &'static str, api: &'static str) -> Self {
+        let records = raw.subscribe(records).await.unwrap();
+        let api = raw.subscribe(api).await.unwrap();
         let mut counted = Self { records, api, marks: raw.subscribe("mark").await.unwrap(), raw, directly: 0 };
         counted.since().await;
         counted

@@ -58,20 +58,28 @@ pub async fn subject() -> Subject {
     Subject::new(store).peer(peer).unreachable(unreachable).spoil(spoil).largest_result(1_000_000)
 }
 
+/// URLs of the servers of one cluster for the whole test process.
+///
+/// # Panics
+/// If the cluster can't be started.
+pub fn shared_cluster() -> &'static [String] {
+    static CLUSTER: OnceLock<Vec<String>> = OnceLock::new();
+    CLUSTER.get_or_init(|| {
+        forever(|| {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+            let cluster = runtime.block_on(NatsCluster::start("idem"));
+            keep(cluster, |cluster| cluster.servers.iter().map(NatsServer::url).collect())
+        })
+    })
+}
+
 /// Stores for the conformance suite, on a stream with three replicas in a cluster of three servers. The handles are
 /// connected to different servers.
 ///
 /// # Panics
 /// If the cluster can't be started.
 pub async fn replicated_subject() -> Subject {
-    static CLUSTER: OnceLock<Vec<String>> = OnceLock::new();
-    let urls = CLUSTER.get_or_init(|| {
-        forever(|| {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-            let cluster = runtime.block_on(NatsCluster::start("idem"));
-            keep(cluster, |cluster| cluster.servers.iter().map(NatsServer::url).collect())
-        })
-    });
+    let urls = shared_cluster();
     let open = async |url: &String| NatsStore::options().num_replicas(3).connect(url).await.expect("connects");
     Subject::new(open(&urls[0]).await).peer(open(&urls[1]).await).largest_result(1_000_000)
 }

@@ -13,7 +13,7 @@ use idem_runtime::{RedisStore, Store, StoreError};
 /// - `redis URL PREFIX`, of any topology that `RedisStore::connect` accepts
 /// - `replicated URL PREFIX`, like `redis` with `min_replicas(1)`
 /// - `dynamo ENDPOINT TABLE`, or `dynamo ENDPOINT TABLE SKEW`
-/// - `nats URL BUCKET`, or `nats URL,URL,URL BUCKET REPLICAS`
+/// - `nats URL BUCKET`, or `nats URL,URL,URL BUCKET REPLICAS`; subjects of an outbox may follow the number of replicas
 /// - `wrapped URL PREFIX FOLDER`: all wrappers around a Redis, with objects in a folder
 ///
 /// # Panics
@@ -60,12 +60,14 @@ pub async fn open(spec: &str, lease: Duration) -> Arc<dyn Store> {
             Arc::new(options.upkeep_client(client()).build(client(), table))
         }
         #[cfg(feature = "nats")]
-        ["nats", url, bucket, ref replicas @ ..] => {
-            let options = idem_runtime::NatsStore::options().bucket(bucket).response_timeout(answer);
-            let options = match replicas.first() {
-                Some(replicas) => options.num_replicas(replicas.parse().expect("a number")),
-                None => options,
-            };
+        ["nats", url, bucket, ref more @ ..] => {
+            let mut options = idem_runtime::NatsStore::options().bucket(bucket).response_timeout(answer);
+            if let Some(replicas) = more.first() {
+                options = options.num_replicas(replicas.parse().expect("a number"));
+            }
+            if let Some(subjects) = more.get(1) {
+                options = options.outbox(*subjects, Duration::from_secs(86_400));
+            }
             Arc::new(patiently(|| options.clone().connect(url)).await)
         }
         #[cfg(feature = "wrappers")]

@@ -9,10 +9,13 @@ use bytes::Bytes;
 use serde::Deserialize;
 
 use super::bucket::{Bucket, StreamInfo};
-use super::failure::{ApiError, misconfigured, too_large, unexpected};
+use super::failure::{ApiError, misconfigured, too_large, unavailable, unexpected};
 use super::held::{HeldRecord, HeldRecords};
 use super::link::{Ask, ConnectPlan, Link};
-use super::message::{HEADER_BYTES, LastMessage, StoredRecord, WireMessage, body_of, headers, read_direct, removal};
+use super::message::{
+    HEADER_BYTES, LastMessage, StoredRecord, WireMessage, add_batch, body_of, headers, read_direct, removal,
+};
+use super::outbox::{Outbox, PublishedMessage};
 use super::server_clock::{Sample, ServerClock, ServerTime, after, read_time, since};
 use super::subject::subject_of;
 use crate::clock::{Clock, Instant};
@@ -35,11 +38,14 @@ pub(super) struct NatsCore {
     pub(super) response_timeout: Duration,
     /// Largest message that server and stream take, in bytes, with its headers.
     pub(super) max_message: usize,
+    pub(super) outbox: Outbox,
+    /// True if the stream stores messages and their record in one step.
+    pub(super) batches: AtomicBool,
     /// True while only the leader answers direct reads, and the login may make them.
     pub(super) direct: AtomicBool,
     pub(super) server_clock: PerProcess<ServerClock>,
     pub(super) held: PerProcess<HeldRecords>,
-    pub(super) waiting: Arc<WaiterTable>,
+    pub(super) waiting: Arc<PerProcess<WaiterTable>>,
     pub(super) replays: Replays,
 }
 
@@ -109,14 +115,18 @@ struct WriteAnswer<'a> {
     stream: Option<&'a str>,
     #[serde(default)]
     seq: u64,
+    /// Number of messages that were stored together; 0 for a message outside of a batch.
+    #[serde(default)]
+    count: usize,
 }
 
+/// Answer to a question about a message.
 #[derive(Deserialize)]
-struct GetAnswer<'a> {
+pub(super) struct GetAnswer<'a> {
     #[serde(default)]
     error: Option<ApiError>,
     #[serde(borrow, default)]
-    message: Option<WireMessage<'a>>,
+    pub(super) message: Option<WireMessage<'a>>,
 }
 
 impl Access<'_> {
@@ -151,14 +161,36 @@ impl Access<'_> {
         if bytes > most { Err(too_large(bytes, most)) } else { Ok(()) }
     }
 
-    async fn publish(&self, subject: &str, headers: HeaderMap, body: Bytes) -> Result<WriteOutcome, StoreError> {
+    /// Publishes a message, and returns the answer of the stream.
+    pub(super) async fn publish(
+        &self,
+        subject: &str,
+        headers: HeaderMap,
+        body: Bytes,
+    ) -> Result<WriteOutcome, StoreError> {
+        let outcome = self.publish_last(0, subject, headers, body).await?;
+        outcome.ok_or_else(|| unexpected("an acknowledgement of a batch"))
+    }
+
+    /// Publishes a message, or the last one of a batch of `count` messages, and returns the answer of the stream.
+    /// `None` if the stream has stored no message of the batch.
+    async fn publish_last(
+        &self,
+        count: usize,
+        subject: &str,
+        headers: HeaderMap,
+        body: Bytes,
+    ) -> Result<Option<WriteOutcome>, StoreError> {
         let answer = self.ask(Ask::Write, subject, Some(headers), body).await?;
         let answer: WriteAnswer<'_> = serde_json::from_slice(&answer).map_err(|_| unexpected("an acknowledgement"))?;
         match answer {
-            WriteAnswer { error: Some(error), .. } if error.is_wrong_sequence() => Ok(WriteOutcome::Refused),
+            WriteAnswer { error: Some(error), .. } if error.is_wrong_sequence() => Ok(Some(WriteOutcome::Refused)),
+            WriteAnswer { error: Some(error), .. } if count > 0 && error.is_no_batch() => Ok(None),
             WriteAnswer { error: Some(error), .. } => Err(error.failed()),
-            WriteAnswer { stream: Some(stream), seq: sequence @ 1.., .. } if stream == self.core.bucket.stream => {
-                Ok(WriteOutcome::Done(sequence))
+            WriteAnswer { stream: Some(stream), seq: sequence @ 1.., count: stored, .. }
+                if stream == self.core.bucket.stream && stored == count =>
+            {
+                Ok(Some(WriteOutcome::Done(sequence)))
             }
             _ => Err(unexpected("an acknowledgement of another stream")),
         }
@@ -189,6 +221,42 @@ impl Access<'_> {
             }
             (Ok(WriteOutcome::Done(_)), _) => held.forget(record.owner),
             // The record may have changed, or this write may have ended the attempt.
+            _ => held.doubt(record.owner),
+        }
+        written
+    }
+
+    /// Writes the finished `record` like [`put`](Self::put), together with `messages`: the stream stores all of them or
+    /// none. `None` if it takes no batch.
+    pub(super) async fn put_with_messages(
+        &self,
+        subject: &str,
+        expected: u64,
+        record: &Record,
+        times: [u64; 2],
+        retention: u64,
+        messages: Vec<PublishedMessage>,
+    ) -> Result<Option<WriteOutcome>, StoreError> {
+        let body = body_of(record, times);
+        self.check_size(body.len())?;
+        let client = self.client().await?;
+        self.link.connected(client, self.clock(), self.until).await?;
+        let (batch, count) = (format!("{:032x}", self.clock().entropy()), messages.len() + 1);
+        for (at, message) in messages.into_iter().enumerate() {
+            let PublishedMessage { subject, mut headers, body } = message;
+            add_batch(&mut headers, &batch, at + 1, count);
+            let published = client.publish_with_headers(subject, headers, body).await;
+            // Without the last message, the server gives up the batch.
+            published.map_err(|_| unavailable("the connection to NATS is closed"))?;
+        }
+        let mut headers = headers(expected, retention);
+        add_batch(&mut headers, &batch, count, count);
+        let written = self.publish_last(count, subject, headers, body).await;
+        let held = self.core.held.here();
+        match written {
+            Ok(Some(WriteOutcome::Done(_))) => held.forget(record.owner),
+            // No message of the batch was stored.
+            Ok(None) => {}
             _ => held.doubt(record.owner),
         }
         written
@@ -226,13 +294,33 @@ impl Access<'_> {
 
     /// Reads the last message on `subject`, from the leader of the stream.
     pub(super) async fn get(&self, subject: &str) -> Result<LastMessage, StoreError> {
-        let question = serde_json::json!({ "last_by_subj": subject }).to_string();
-        let answer = self.ask_api(&self.core.bucket.api("MSG.GET"), question).await?;
+        let question = serde_json::json!({ "last_by_subj": subject });
+        let found = self.get_message(question, |message| message.read(subject)).await?;
+        Ok(found.unwrap_or(LastMessage::Absent(0)))
+    }
+
+    /// Reads the first message from sequence number `first` on whose subject is among `subjects`, from the leader of
+    /// the stream. `None` if there is none.
+    pub(super) async fn get_next(
+        &self,
+        subjects: &str,
+        first: u64,
+    ) -> Result<Option<(String, LastMessage)>, StoreError> {
+        let question = serde_json::json!({ "seq": first.max(1), "next_by_subj": subjects });
+        self.get_message(question, |message| Some((message.subject().to_owned(), message.content()?))).await
+    }
+
+    async fn get_message<T>(
+        &self,
+        question: serde_json::Value,
+        read: impl FnOnce(&WireMessage<'_>) -> Option<T>,
+    ) -> Result<Option<T>, StoreError> {
+        let answer = self.ask_api(&self.core.bucket.api("MSG.GET"), question.to_string()).await?;
         let answer: GetAnswer<'_> = serde_json::from_slice(&answer).map_err(|_| unexpected("a message"))?;
         match answer {
-            GetAnswer { error: Some(error), .. } if error.is_no_message() => Ok(LastMessage::Absent(0)),
+            GetAnswer { error: Some(error), .. } if error.is_no_message() => Ok(None),
             GetAnswer { error: Some(error), .. } => Err(error.failed()),
-            GetAnswer { message: Some(message), .. } => message.read(subject).ok_or_else(|| unexpected("a message")),
+            GetAnswer { message: Some(message), .. } => read(&message).map(Some).ok_or_else(|| unexpected("a message")),
             GetAnswer { .. } => Err(unexpected("no message and no error")),
         }
     }
@@ -292,6 +380,10 @@ impl Access<'_> {
         let time = info.ts.as_deref().and_then(read_time).ok_or_else(|| unexpected("settings without a time"))?;
         if !Bucket::reads_directly(&info) {
             self.core.direct.store(false, Ordering::Relaxed);
+        }
+        if !self.core.outbox.is_empty() {
+            let server = self.client().await?.server_info().version;
+            self.core.batches.store(self.core.bucket.takes_batches(&info, &server), Ordering::Relaxed);
         }
         let sample = Sample { time, asked, answered };
         self.core.server_clock.here().note(sample);

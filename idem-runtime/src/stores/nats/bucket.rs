@@ -10,6 +10,8 @@ use crate::store::StoreError;
 /// First version of the server that removes single messages after their own retention. An earlier server accepts the
 /// setting and ignores it: it would forget no record, and so count attempts and replay results forever.
 const FIRST_VERSION: [u64; 2] = [2, 11];
+/// First version of the server whose batches this store uses, and with which they were tried.
+const FIRST_VERSION_WITH_BATCHES: [u64; 2] = [2, 14];
 
 /// The bucket that a store wants.
 #[derive(Clone, Debug)]
@@ -21,6 +23,8 @@ pub(super) struct Bucket {
     pub(super) replicas: Option<usize>,
     /// True if a stream that keeps messages in memory is accepted, or created.
     pub(super) in_memory: bool,
+    /// Subjects of messages of handlers.
+    pub(super) outbox: Vec<String>,
 }
 
 /// Answer to a question about a stream.
@@ -55,6 +59,7 @@ struct StreamConfig {
     sealed: bool,
     allow_msg_ttl: bool,
     allow_msg_counter: bool,
+    allow_atomic: bool,
     subject_delete_marker_ttl: i64,
     discard_new_per_subject: bool,
     persist_mode: String,
@@ -65,7 +70,8 @@ struct StreamConfig {
 
 impl Bucket {
     pub(super) fn new(name: &str) -> Self {
-        Self { name: name.to_owned(), stream: format!("KV_{name}"), replicas: None, in_memory: false }
+        let (name, stream) = (name.to_owned(), format!("KV_{name}"));
+        Self { name, stream, replicas: None, in_memory: false, outbox: Vec::new() }
     }
 
     /// Returns the subject of a request about the stream.
@@ -81,10 +87,11 @@ impl Bucket {
     /// the new stream. The microseconds since 1970 are larger than all numbers of an earlier stream that has stored
     /// less than a million messages a second.
     pub(super) fn settings(&self, first: u64) -> String {
-        serde_json::json!({
+        let subjects = [&[format!("$KV.{}.>", self.name)], &self.outbox[..]].concat();
+        let mut settings = serde_json::json!({
             "name": self.stream,
             "description": "records of idempotent operations",
-            "subjects": [format!("$KV.{}.>", self.name)],
+            "subjects": subjects,
             "retention": "limits",
             "storage": if self.in_memory { "memory" } else { "file" },
             "num_replicas": self.replicas.unwrap_or(1),
@@ -98,8 +105,11 @@ impl Bucket {
             "allow_direct": true,
             "allow_rollup_hdrs": false,
             "deny_delete": true,
-        })
-        .to_string()
+        });
+        if !self.outbox.is_empty() {
+            settings["allow_atomic"] = true.into();
+        }
+        settings.to_string()
     }
 
     /// Checks that the stream in the answer can hold records, and returns the largest message that it takes, in bytes;
@@ -118,11 +128,22 @@ impl Bucket {
         info.config.as_ref().is_some_and(|config| config.allow_direct && config.num_replicas == 1)
     }
 
+    /// Returns whether the stream stores messages and their record completely or not at all. A stream without replicas
+    /// does not: its server ignores that it could not store a message of a batch, for example because it has reached
+    /// its limit (`max_file_store`), and stores the other messages. Replicas receive a whole batch as one decision.
+    pub(super) fn takes_batches(&self, info: &StreamInfo<'_>, server: &str) -> bool {
+        let takes = |config: &StreamConfig| config.allow_atomic && config.num_replicas > 1;
+        !self.outbox.is_empty()
+            && info.config.as_ref().is_some_and(takes)
+            && version_of(server).is_some_and(|version| version >= FIRST_VERSION_WITH_BATCHES)
+    }
+
     fn problem(&self, config: &StreamConfig) -> Option<String> {
-        let subjects = format!("$KV.{}.>", self.name);
+        let records = format!("$KV.{}.>", self.name);
+        let missing = [&records].into_iter().chain(&self.outbox).find(|subjects| !config.subjects.contains(subjects));
         let is_limited = config.max_msgs > 0 || config.max_bytes > 0;
         let problems = [
-            (!config.subjects.contains(&subjects), format!("it does not listen on `{subjects}`")),
+            (missing.is_some(), format!("it does not listen on `{}`", missing.map_or("", |it| it))),
             (
                 !config.allow_msg_ttl,
                 "`allow_msg_ttl` is off, or the leader's server is older than 2.11, so no record would be forgotten"
@@ -173,17 +194,25 @@ impl Bucket {
 
 /// Checks the version of a server.
 pub(super) fn check_version(version: &str) -> Result<(), StoreError> {
-    let mut parts = version.split(['.', '-']).map(str::parse::<u64>);
-    let (Some(Ok(major)), Some(Ok(minor))) = (parts.next(), parts.next()) else {
+    let Some(found) = version_of(version) else {
         return Err(misconfigured(format!("the server has the unknown version `{version}`")));
     };
-    if [major, minor] < FIRST_VERSION {
+    if found < FIRST_VERSION {
         return Err(misconfigured(format!(
             "the server is NATS {version}; the store needs 2.11 or newer, because an earlier server ignores the \
              retention of single messages"
         )));
     }
     Ok(())
+}
+
+/// Returns the first two numbers of a version.
+fn version_of(version: &str) -> Option<[u64; 2]> {
+    let mut parts = version.split(['.', '-']).map(str::parse);
+    match (parts.next(), parts.next()) {
+        (Some(Ok(major)), Some(Ok(minor))) => Some([major, minor]),
+        _ => None,
+    }
 }
 
 #[cfg(test)]
@@ -242,6 +271,22 @@ mod tests {
             let text = serde_json::json!({ "config": config }).to_string();
             assert_eq!(Bucket::reads_directly(&serde_json::from_str(&text).expect("JSON")), direct, "{replicas}");
         }
+    }
+
+    #[test]
+    fn only_a_replicated_stream_stores_messages_and_record_together() {
+        let bucket = Bucket { outbox: vec!["orders.>".to_owned()], ..Bucket::new("b") };
+        let takes = |bucket: &Bucket, replicas: usize, allow_atomic: bool, server| {
+            let config = serde_json::json!({ "num_replicas": replicas, "allow_atomic": allow_atomic });
+            let text = serde_json::json!({ "config": config }).to_string();
+            bucket.takes_batches(&serde_json::from_str(&text).expect("JSON"), server)
+        };
+        assert!(takes(&bucket, 3, true, "2.14.0"));
+        assert!(!takes(&bucket, 1, true, "2.14.0") && !takes(&bucket, 3, false, "2.14.0"));
+        assert!(!takes(&bucket, 3, true, "2.12.15") && !takes(&Bucket::new("b"), 3, true, "2.14.0"));
+        assert_eq!(check(&bucket, &[]).unwrap(), None, "the settings name the subjects");
+        let error = check(&bucket, &[("subjects", serde_json::json!(["$KV.b.>"]))]).expect_err("refused");
+        assert!(error.to_string().contains("`orders.>`"), "{error}");
     }
 
     #[test]

@@ -20,6 +20,8 @@ pub(super) struct ApiError {
 
 /// A write named another sequence number than that of the last message on its subject. This is an answer.
 const WRONG_LAST_SEQUENCE: [u32; 2] = [10071, 10164];
+/// The stream takes no batch, or has not received all messages of this one. It has stored no message of the batch.
+const NO_BATCH: [u32; 8] = [10174, 10175, 10176, 10177, 10179, 10199, 10200, 10210];
 /// There is no message on the subject. This is an answer.
 const NO_MESSAGE: u32 = 10037;
 /// There is no stream of this name.
@@ -32,6 +34,10 @@ const STORE_FAILED: u32 = 10077;
 impl ApiError {
     pub(super) fn is_wrong_sequence(&self) -> bool {
         WRONG_LAST_SEQUENCE.contains(&self.err_code)
+    }
+
+    pub(super) fn is_no_batch(&self) -> bool {
+        NO_BATCH.contains(&self.err_code)
     }
 
     pub(super) fn is_no_message(&self) -> bool {

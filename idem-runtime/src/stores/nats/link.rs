@@ -19,7 +19,7 @@ use crate::combine::race;
 use crate::kit::lookup;
 use crate::kit::waiting::WaiterTable;
 use crate::store::{StoreError, StoreErrorKind};
-use crate::sync::{Mutex, lock};
+use crate::sync::{Mutex, PerProcess, lock};
 
 /// Pause between two looks at a broken connection, if no event of the driver ends the pause.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -111,7 +111,7 @@ impl Link {
     pub(super) async fn client(
         &self,
         plan: &ConnectPlan,
-        waiting: &Arc<WaiterTable>,
+        waiting: &Arc<PerProcess<WaiterTable>>,
         clock: &dyn Clock,
         until: Instant,
     ) -> Result<&Client, StoreError> {
@@ -136,7 +136,7 @@ impl Link {
                     (RECONNECT[0] * (1 << doublings)).min(RECONNECT[1])
                 })
                 .event_callback(move |event| {
-                    events.note(&event, &waiting);
+                    events.note(&event, waiting.here());
                     std::future::ready(())
                 });
             options.connect(plan.servers.clone()).await.map_err(|error| not_connected(&error))
@@ -229,6 +229,17 @@ impl Link {
                 Err(kind.unanswered("NATS did not answer in time"))
             }
         }
+    }
+
+    /// Number of times that the connection broke.
+    pub(super) fn breaks(&self) -> u64 {
+        self.events.breaks.load(Ordering::Relaxed)
+    }
+
+    /// Waits until the connection has broken, if it has broken `breaks` times so far.
+    pub(super) async fn broken(&self, breaks: u64) {
+        let mut count = self.events.count.subscribe();
+        while self.breaks() == breaks && count.changed().await.is_ok() {}
     }
 
     /// Waits until the server refuses a message on `subject`.

@@ -1,8 +1,9 @@
 //! Records as messages: what the store writes, and the reading of messages that may be anybody's.
 
 use std::borrow::Cow;
+use std::time::Duration;
 
-use async_nats::{HeaderMap, HeaderValue, StatusCode};
+use async_nats::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use bytes::Bytes;
@@ -10,7 +11,8 @@ use serde::Deserialize;
 
 use super::server_clock::{ServerTime, read_time};
 use crate::record::Record;
-use crate::record::format;
+use crate::record::format::{self, millis};
+use crate::record::messages::OutgoingMessage;
 
 /// Header with the retention of a record, in milliseconds from the time at which the leader stored the message.
 const RETENTION: &str = "Idem-Retention";
@@ -18,6 +20,13 @@ const RETENTION: &str = "Idem-Retention";
 const TTL: &str = "Nats-TTL";
 /// Header with the sequence number of the message that a write replaces; 0 if there must be no message.
 const EXPECTED: &str = "Nats-Expected-Last-Subject-Sequence";
+/// Headers of a message of a handler: its id, and its key for the order of messages.
+const MESSAGE_ID: &str = "Idem-Message-Id";
+const MESSAGE_KEY: &str = "Idem-Message-Key";
+/// Headers of a batch, which the stream stores completely or not at all.
+const BATCH_ID: &str = "Nats-Batch-Id";
+const BATCH_SEQUENCE: &str = "Nats-Batch-Sequence";
+const BATCH_COMMIT: &str = "Nats-Batch-Commit";
 /// Header with the operation of a tool for key-value buckets: a removal, or the write of a value.
 const OPERATION: &str = "KV-Operation";
 /// Header of the message that a server writes in place of a removed one.
@@ -83,6 +92,50 @@ pub(super) fn removal(expected: u64, kept: u64) -> HeaderMap {
     headers
 }
 
+/// Returns the headers of a message of a handler, which is kept for `kept`. The error is the reason why the message
+/// can't have its headers: headers of the server (`Nats-…`) are instructions.
+pub(super) fn headers_of_message(message: &OutgoingMessage, kept: Duration) -> Result<HeaderMap, String> {
+    let mut headers = HeaderMap::new();
+    for (name, value) in message.headers() {
+        let is_reserved = |prefix: &str| name.get(..prefix.len()).is_some_and(|it| it.eq_ignore_ascii_case(prefix));
+        if ["Nats-", "Idem-"].into_iter().any(is_reserved) {
+            return Err(format!("a message must not have the header `{name}`"));
+        }
+        let (parsed, value) = (name.parse::<HeaderName>(), value.parse::<HeaderValue>());
+        let (Ok(parsed), Ok(value)) = (parsed, value) else { return Err(format!("NATS has no such header: `{name}`")) };
+        headers.append(parsed, value);
+    }
+    let own = [(MESSAGE_ID, Some(message.id())), (MESSAGE_KEY, message.partition_key())];
+    for (name, value) in own.into_iter().filter_map(|(name, value)| Some((name, value?))) {
+        let value = value.parse::<HeaderValue>().map_err(|_| format!("NATS has no such header: `{name}`"))?;
+        headers.insert(name, value);
+    }
+    headers.insert(TTL, ttl(millis(kept)));
+    Ok(headers)
+}
+
+/// Has the stream refuse the message if there is one on its subject.
+pub(super) fn expect_none(headers: &mut HeaderMap) {
+    headers.insert(EXPECTED, HeaderValue::from(0_u64));
+}
+
+/// Adds the headers of the message at `place` (from 1) of a batch of `count` messages.
+pub(super) fn add_batch(headers: &mut HeaderMap, batch: &str, place: usize, count: usize) {
+    headers.insert(BATCH_ID, batch);
+    headers.insert(BATCH_SEQUENCE, HeaderValue::from(place));
+    if place == count {
+        headers.insert(BATCH_COMMIT, "1");
+    }
+}
+
+/// Number of bytes of `headers` in a message.
+pub(super) fn header_bytes(headers: &HeaderMap) -> usize {
+    let lines =
+        headers.iter().flat_map(|(name, values)| values.iter().map(move |value| (name.as_ref(), value.as_str())));
+    "NATS/1.0\r\n\r\n".len()
+        + lines.map(|(name, value): (&str, &str)| name.len() + value.len() + ": \r\n".len()).sum::<usize>()
+}
+
 /// Returns whether a message with these headers says that its key has no value. A message with another operation has a
 /// value, which is a record or damaged.
 fn is_removal(operation: Option<&str>, marker: Option<&str>) -> bool {
@@ -110,9 +163,15 @@ impl WireMessage<'_> {
     /// Returns the record in the message on `subject`. `None` if the message is not as servers write messages, or is on
     /// another subject.
     pub(super) fn read(&self, subject: &str) -> Option<LastMessage> {
-        if self.subject != subject {
-            return None;
-        }
+        if self.subject == subject { self.content() } else { None }
+    }
+
+    pub(super) fn subject(&self) -> &str {
+        &self.subject
+    }
+
+    /// Returns the content of the message. `None` if the message is not as servers write messages.
+    pub(super) fn content(&self) -> Option<LastMessage> {
         let decoded = |part: &Option<Cow<'_, str>>| {
             part.as_ref().map_or(Some(Vec::new()), |part| BASE64_STANDARD.decode(part.as_bytes()).ok())
         };

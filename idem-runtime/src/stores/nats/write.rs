@@ -1,5 +1,6 @@
 //! Writes of an attempt to its own record.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::access::{Access, WriteOutcome};
@@ -77,10 +78,10 @@ pub(super) async fn change(access: &Access<'_>, lease: &Lease, change: Change<'_
             Err(answer) => return Ok(answer),
         };
         let retention = millis(with.retention(lease.ttl));
-        match access.put(&subject, sequence, &with, times, retention).await? {
+        match write(access, lease, &subject, sequence, &with, times, retention).await? {
             WriteOutcome::Done(_) => {
                 if !with.is_pending() {
-                    access.core.waiting.wake(&subject);
+                    access.core.waiting.here().wake(&subject);
                 }
                 return Ok(Verdict::Applied);
             }
@@ -88,6 +89,34 @@ pub(super) async fn change(access: &Access<'_>, lease: &Lease, change: Change<'_
         }
     }
     Err(keeps_changing())
+}
+
+/// Writes `with` in place of message number `sequence`. If the stream takes batches, it stores the messages of a
+/// finished record next to the record, and in the same step.
+async fn write(
+    access: &Access<'_>,
+    lease: &Lease,
+    subject: &str,
+    sequence: u64,
+    with: &Record,
+    times: [u64; 2],
+    retention: u64,
+) -> Result<WriteOutcome, StoreError> {
+    let core = access.core;
+    if core.batches.load(Ordering::Relaxed)
+        && let Some((alone, messages)) = core.outbox.parts(with, core.max_message)
+    {
+        let written = access.put_with_messages(subject, sequence, &alone, times, retention, messages).await?;
+        if let Some(WriteOutcome::Done(_)) = written {
+            core.context.leases().messages_left(lease.owner);
+        }
+        if let Some(written) = written {
+            return Ok(written);
+        }
+        // A leader that changed, too many batches at once, or no right to publish a message: the record keeps the
+        // messages, and they leave after it.
+    }
+    access.put(subject, sequence, with, times, retention).await
 }
 
 /// A pending record to be changed: its sequence number, the record, its times, and the time until its lease lapses.
