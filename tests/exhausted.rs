@@ -15,7 +15,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::Duration;
 
+#[cfg(feature = "nats")]
+use idem_runtime::NatsStore;
 use idem_runtime::{Error, Key, MemoryStore, Operation, Policy, RedisStore, Store, StoreError, StoreErrorKind};
+#[cfg(feature = "nats")]
+use idem_tests::nats::NatsServer;
 use idem_tests::server::{Kind, RedisServer};
 
 /// Environment variable of the limited process: the address of the server, or an empty text.
@@ -65,6 +69,12 @@ fn nothing() -> (String, Box<dyn std::any::Any>) {
 
 fn redis() -> (String, Box<dyn std::any::Any>) {
     let server = RedisServer::start(Kind::Redis);
+    (server.url(), Box::new(server))
+}
+
+#[cfg(feature = "nats")]
+fn nats() -> (String, Box<dyn std::any::Any>) {
+    let server = NatsServer::start();
     (server.url(), Box::new(server))
 }
 
@@ -158,18 +168,80 @@ fn without_threads_a_redis_url_with_a_host_name_is_unavailable() {
     });
 }
 
+/// Checks that a store whose URL has a host name is unavailable without threads, and looks the name up afterwards. No
+/// server listens at the port: without a thread the store fails before it connects.
+fn needs_a_thread_for_a_host_name<S>(connect: impl AsyncFn() -> Result<S, StoreError>) {
+    let fails = async |what: &str| match connect().await {
+        Ok(_) => panic!("{what}"),
+        Err(error) => {
+            is_transient(&error);
+            error.to_string()
+        }
+    };
+    block_on(async {
+        let threads = Threads::all();
+        let without = fails("no thread looks the name up").await;
+        drop(threads);
+        assert_ne!(without, fails("no server listens").await, "the store asks for the name");
+    });
+}
+
+#[test]
+#[cfg(feature = "nats")]
+fn without_threads_a_nats_url_with_a_host_name_is_unavailable() {
+    let name = "without_threads_a_nats_url_with_a_host_name_is_unavailable";
+    let Some(url) = limited(name, nats) else { return };
+    let named = url.replace("127.0.0.1", "localhost");
+    assert_ne!(url, named);
+    block_on(async {
+        let threads = Threads::all();
+        is_transient(&NatsStore::connect(&named).await.expect_err("no thread looks the name up"));
+        drop(threads);
+        NatsStore::connect(&named).await.unwrap();
+    });
+}
+
 #[test]
 #[cfg(feature = "postgres")]
 fn without_threads_a_postgres_url_with_a_host_name_is_unavailable() {
     use idem_runtime::PostgresStore;
     let name = "without_threads_a_postgres_url_with_a_host_name_is_unavailable";
-    // No server listens at this port: the store fails for lack of a thread before it connects.
-    let Some(_) = limited(name, nothing) else { return };
+    if limited(name, nothing).is_some() {
+        needs_a_thread_for_a_host_name(async || PostgresStore::connect("postgres://shop@localhost:1/shop").await);
+    }
+}
+
+#[test]
+#[cfg(feature = "mysql")]
+fn without_threads_a_mysql_url_with_a_host_name_is_unavailable() {
+    use idem_runtime::MySqlStore;
+    let name = "without_threads_a_mysql_url_with_a_host_name_is_unavailable";
+    if limited(name, nothing).is_some() {
+        needs_a_thread_for_a_host_name(async || MySqlStore::connect("mysql://shop@localhost:1/shop").await);
+    }
+}
+
+#[test]
+#[cfg(feature = "mysql")]
+fn without_descriptors_mysql_is_unavailable() {
+    use idem_runtime::MySqlStore;
+    use idem_tests::mysql::MySqlServer;
+    let server = || {
+        let server = MySqlServer::start();
+        (server.url(), Box::new(server) as _)
+    };
+    let Some(url) = limited("without_descriptors_mysql_is_unavailable", server) else { return };
     block_on(async {
-        let threads = Threads::all();
-        is_transient(&PostgresStore::connect("postgres://shop@localhost:1/shop").await.expect_err("no thread"));
-        drop(threads);
-        is_transient(&PostgresStore::connect("postgres://shop@localhost:1/shop").await.expect_err("no server"));
+        let store = MySqlStore::options().ensure_schema().connect(&url).await.unwrap();
+        let files = descriptors();
+        for host in ["127.0.0.1", "localhost"] {
+            let refused = MySqlStore::connect(&url.replace("127.0.0.1", host)).await;
+            is_transient(&refused.expect_err("a connection needs a descriptor"));
+        }
+        // The open store has a connection already.
+        assert_eq!(call(&store, "k", Duration::ZERO).await.unwrap(), 1);
+        drop(files);
+        assert_eq!(call(&store, "l", LEASE * 2).await.unwrap(), 1);
     });
 }
 
@@ -216,6 +288,21 @@ fn without_descriptors_redis_is_unavailable() {
         }
         drop(files);
         RedisStore::connect(&url).await.unwrap();
+    });
+}
+
+#[test]
+#[cfg(feature = "nats")]
+fn without_descriptors_nats_is_unavailable() {
+    let Some(url) = limited("without_descriptors_nats_is_unavailable", nats) else { return };
+    block_on(async {
+        let files = descriptors();
+        for host in ["127.0.0.1", "localhost"] {
+            let refused = NatsStore::connect(&url.replace("127.0.0.1", host)).await;
+            is_transient(&refused.expect_err("a connection needs a descriptor"));
+        }
+        drop(files);
+        NatsStore::connect(&url).await.unwrap();
     });
 }
 

@@ -65,6 +65,16 @@ async fn call(store: &dyn Store, key: &str, lease: Duration, sleeps: Duration) -
     Operation::new(store, Key::new("forks", key), policy).run(body).await
 }
 
+/// Calls like [`call`] until the store answers in time. On a busy machine a store may answer later than a lease lasts.
+async fn call_until_answered(store: &dyn Store, key: &str, sleeps: Duration) -> Result<u32, Error> {
+    loop {
+        match call(store, key, LEASE, sleeps).await {
+            Err(Error::Store { source, .. }) if source.to_string().contains("later than the lease lasts") => {}
+            ended => return ended,
+        }
+    }
+}
+
 /// Reports whether a child may get this error. The memory store and the SQLite store refuse calls if a thread of the
 /// parent was inside the store during the fork.
 fn is_refused(error: &Error) -> bool {
@@ -93,8 +103,8 @@ async fn child(store: Arc<dyn Store>, number: usize) -> Vec<Error> {
         // The first body takes longer than a lease.
         let sleeps = if at == 0 { LEASE * 3 / 2 } else { Duration::ZERO };
         tokio::spawn(async move {
-            call(&*store, &key, LEASE, sleeps).await?;
-            call(&*store, &key, LEASE, sleeps).await
+            call_until_answered(&*store, &key, sleeps).await?;
+            call_until_answered(&*store, &key, sleeps).await
         })
     });
     let calls: Vec<_> = calls.collect();
@@ -194,7 +204,7 @@ fn forks_while_busy(held: u64, may_refuse: bool, open: impl AsyncFnOnce() -> Arc
     };
     // Each fork comes after another number of calls, so that it finds the handlers at different points.
     no_child_hangs(&busy.paused, |number| busy.goes_on(BUSY + number as u64 % 31), child);
-    assert!(parents.block_on(call(&*store, "parent goes on", LEASE, Duration::ZERO)).is_ok());
+    assert!(parents.block_on(call_until_answered(&*store, "parent goes on", Duration::ZERO)).is_ok());
     parents.shutdown_background();
 }
 
@@ -515,6 +525,30 @@ fn a_child_of_a_busy_process_never_hangs_with_redis() {
     if is_alone("a_child_of_a_busy_process_never_hangs_with_redis") {
         let server = RedisServer::start(Kind::Redis);
         let spec = format!("redis {} forks", server.url());
+        forks_while_busy(1000, false, async || stores::open(&spec, Duration::from_secs(100)).await);
+    }
+}
+
+#[test]
+#[cfg(feature = "mysql")]
+fn a_child_of_a_busy_process_never_hangs_with_mysql() {
+    if is_alone("a_child_of_a_busy_process_never_hangs_with_mysql") {
+        let server = idem_tests::mysql::MySqlServer::start_with(&["--innodb-flush-log-at-trx-commit=2"]);
+        let spec = format!("mysql {} idem_records", server.url());
+        forks_while_busy(1000, false, async || {
+            let made = idem_runtime::MySqlStore::options().ensure_schema().connect(&server.url()).await;
+            drop(made.unwrap());
+            stores::open(&spec, Duration::from_secs(100)).await
+        });
+    }
+}
+
+#[test]
+#[cfg(feature = "nats")]
+fn a_child_of_a_busy_process_never_hangs_with_nats() {
+    if is_alone("a_child_of_a_busy_process_never_hangs_with_nats") {
+        let server = idem_tests::nats::NatsServer::start();
+        let spec = format!("nats {} forks", server.url());
         forks_while_busy(1000, false, async || stores::open(&spec, Duration::from_secs(100)).await);
     }
 }

@@ -92,3 +92,13 @@ PARTS_AT(pwritev64)
     }
 ALLOCATE(posix_fallocate)
 ALLOCATE(posix_fallocate64)
+
+/* A mode keeps the file's size, or frees space. */
+#define ALLOCATE_MODE(name)                                                                                            \
+    int name(int fd, int mode, off_t at, off_t count) {                                                                \
+        static __typeof__(&name) real;                                                                                 \
+        if (!real) real = REAL(name);                                                                                  \
+        return !mode && refuses(fd, at + count) ? -1 : real(fd, mode, at, count);                                      \
+    }
+ALLOCATE_MODE(fallocate)
+ALLOCATE_MODE(fallocate64)

@@ -19,8 +19,10 @@ const STEP: i64 = 3600;
 const DELAY: Duration = Duration::from_millis(100);
 /// Number of keys that a worker begins concurrently after the server is stopped.
 const GATED: usize = 24;
-/// Duration for which the server is stopped, as a multiple of the lease.
-const STOPPED: u32 = 3;
+/// First key of the bodies that run while the server is stopped, after the keys of the gated workers.
+const CUT_OFF: usize = 1 + 2 * (1 + GATED);
+/// Number of bodies that run while the server is stopped, one for each policy.
+const POLICIES: usize = 3;
 
 /// First key of the workers that are killed or stopped in a step. An even key has steps.
 const IN_STEP: usize = 2;
@@ -132,6 +134,12 @@ impl Seens<'_> {
         !self.0.iter().any(|line| line.key == key && is_failure(&line.event))
     }
 
+    /// Number of keys about which `worker` has written such a line.
+    fn keys_of(&self, worker: u32, is: impl Fn(&race::Line) -> bool) -> usize {
+        let lines = self.0.iter().filter(|line| line.worker == worker && is(line));
+        lines.map(|line| line.key).collect::<HashSet<_>>().len()
+    }
+
     /// Number of calls of `worker` after `since` that the store refused.
     fn refused_since(&self, since: u64, worker: u32) -> usize {
         let refused = |line: &&race::Line| line.worker == worker && matches!(line.event, Event::Store(_));
@@ -147,7 +155,7 @@ impl<R: Rig> Scene<R> {
         crew.orders().steps = true;
         // Smaller keys are left for further workers, which begin these keys during the fault.
         let first = match fault {
-            Fault::server_stopped_and_continued => 1 + 2 * (1 + GATED),
+            Fault::server_stopped_and_continued => CUT_OFF + POLICIES,
             _ if kills_in_steps(fault) => IN_STEP + 2 * VICTIMS,
             Fault::workers_stopped_and_continued => IN_STEP + 1,
             _ => 1,
@@ -407,15 +415,18 @@ impl<R: Rig> Scene<R> {
         Rules::STRICT
     }
 
-    /// Stops the server for some leases. Two workers begin keys meanwhile, and one of them is killed. When the server
-    /// continues, it executes the requests of both workers.
+    /// Stops the server for more than four leases. Two workers begin keys meanwhile, and one of them is killed. When
+    /// the server continues, it executes the requests of both workers. The bodies of a third worker run when the server
+    /// is stopped, and are cancelled meanwhile.
     async fn is_stopped(&mut self) -> Rules {
         let fault = Fault::server_stopped_and_continued;
         let victim = self.crew.start(1, Keys::Gated(GATED), Work::Some);
         let survivor = self.crew.start(2 + GATED, Keys::Gated(GATED), Work::Some);
-        self.until("both workers have served a key and wait at their gates", |seen| {
+        let cut_off = self.crew.start(CUT_OFF, Keys::Together(POLICIES), Work::Quiet);
+        self.until("two workers have served a key and wait at their gates, and the bodies of the third run", |seen| {
             let is_ready = |worker| seen.last_of(worker).is_some_and(|line| matches!(line.event, Event::Ran(_)));
-            is_ready(victim) && is_ready(survivor)
+            let run = seen.keys_of(cut_off, |line| matches!(line.event, Event::Began(_)));
+            is_ready(victim) && is_ready(survivor) && run == POLICIES
         })
         .await;
         self.rig.break_down(fault).await;
@@ -425,10 +436,7 @@ impl<R: Rig> Scene<R> {
             self.crew.open_gate(worker);
         }
         self.until("both workers have requested all their keys, and the store refuses the survivor's calls", |seen| {
-            let asked = |worker| {
-                let asked = |line: &&race::Line| line.worker == worker && line.event == Event::Asked && line.at > from;
-                seen.0.iter().filter(asked).map(|line| line.key).collect::<HashSet<_>>().len() >= GATED
-            };
+            let asked = |worker| seen.keys_of(worker, |line| line.event == Event::Asked && line.at > from) >= GATED;
             asked(victim) && asked(survivor) && seen.refused_since(from, survivor) >= GATED
         })
         .await;
@@ -436,11 +444,15 @@ impl<R: Rig> Scene<R> {
         self.told().await;
         let begun = |seen: &Seens| seen.0.iter().filter(|line| matches!(line.event, Event::Began(_))).count();
         let before = begun(&Seens(&self.crew.lines()));
-        let lasts = STOPPED * self.crew.orders().lease;
-        let until = from + u64::try_from(lasts.as_millis()).expect("short");
-        tokio::time::sleep(Duration::from_millis(until.saturating_sub(race::now()))).await;
+        // A body is cancelled after the lease and a pause of three leases. The requests to free its key are still under
+        // way when the server continues.
+        self.until("the bodies whose leases could not be renewed are cancelled", |seen| {
+            seen.keys_of(cut_off, |line| matches!(line.event, Event::Unrenewed(_))) == POLICIES
+        })
+        .await;
         let to = race::now();
         assert_eq!(begun(&Seens(&self.crew.lines())), before, "bodies begin although no server answers");
+        self.crew.open_gate(cut_off);
         self.rig.heal(fault).await;
         self.progress("all goes on after the fault").await;
         Rules { stopped: Some((from, to)), ..Rules::STRICT }

@@ -5,15 +5,18 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use idem_runtime::{Error, Policy, PostgresStore};
+use idem_runtime::{Error, MySqlStore, Policy, PostgresStore};
 use idem_tests::cluster::{Cluster, Watched, ask, until};
 use idem_tests::dynamo::{self, Emulator, TABLE};
+use idem_tests::mysql::{MySqlServer, is_mariadb};
 use idem_tests::nats::{self, NatsCluster, NatsServer};
 use idem_tests::postgres::PostgresServer;
 use idem_tests::proxy::{Line, Proxy};
 use idem_tests::race::{self, Crew};
 use idem_tests::server::{Env, Kind, RedisServer, free_port};
 use idem_tests::sqlite::{self, Folder};
+use mysql_async::Conn;
+use mysql_async::prelude::Queryable as _;
 use redis::Value;
 use rusqlite::config::DbConfig;
 use tokio::sync::oneshot;
@@ -619,6 +622,146 @@ impl Rig for Postgres {
             }
             Fault::table_removed => self.make_table().await,
             Fault::renewals_refused => self.say("GRANT UPDATE ON idem.records TO worker").await,
+            _ => {}
+        }
+    }
+}
+
+// Rig of MariaDB.
+
+/// MariaDB server, with a replica for the fault `failover`.
+pub struct MySql {
+    server: MySqlServer,
+    replica: Option<MySqlServer>,
+    /// Proxies in front of the server. After a failover the proxy leads to the replica.
+    lines: Vec<Proxy>,
+    disk: Disk,
+    /// Session whose open transaction holds the record of key 0.
+    holder: Option<Conn>,
+}
+
+/// Table of the racers.
+const RECORDS: &str = "race";
+
+impl MySql {
+    pub async fn start(fault: Fault) -> Self {
+        let disk = Disk::of(&std::env::temp_dir());
+        let is_failover = fault == Fault::failover;
+        let server = match is_failover {
+            true => MySqlServer::primary(),
+            false => MySqlServer::start_in(&[], &disk_env(fault, &disk)),
+        };
+        let replica = if is_failover { Some(MySqlServer::replica_of(&server).await) } else { None };
+        let (mut lines, _) = proxied(fault, &[server.port()]).await;
+        if is_failover {
+            lines.push(Proxy::to(server.port()).await);
+        }
+        let rig = Self { server, replica, lines, disk, holder: None };
+        rig.make_table().await;
+        // An administrator may write to a server that is read-only, and can't lose a right. So the workers have their
+        // own login.
+        rig.say(&format!("CREATE USER worker@'%';GRANT SELECT, INSERT, UPDATE ON idem.{RECORDS} TO worker@'%'")).await;
+        rig
+    }
+
+    async fn make_table(&self) {
+        let options = MySqlStore::options().table(RECORDS).ensure_schema();
+        options.connect(&self.server.url()).await.expect("makes the table");
+    }
+
+    async fn say(&self, text: &str) {
+        let mut raw = self.server.raw().await;
+        for statement in text.split(';') {
+            raw.query_drop(statement).await.unwrap_or_else(|error| panic!("{statement}: {error:?}"));
+        }
+    }
+
+    /// Runs `statement` in a transaction, and leaves the transaction open.
+    async fn hold(&mut self, statement: String) {
+        let mut raw = self.server.raw().await;
+        raw.query_drop("BEGIN").await.expect("begins");
+        raw.exec_drop(statement, (race::key(0).as_str(),)).await.expect("has a lock");
+        assert_eq!(raw.affected_rows(), 1, "one record");
+        self.holder = Some(raw);
+    }
+
+    /// Kills the primary, and promotes its replica.
+    async fn fail_over(&mut self) {
+        self.server.kill();
+        let replica = self.replica.take().expect("a replica");
+        replica.promote().await;
+        self.lines[0].redirect(replica.port());
+        self.server = replica;
+    }
+}
+
+impl Rig for MySql {
+    fn spec(&self) -> String {
+        let port = self.lines.first().map_or(self.server.port(), Proxy::port);
+        format!("mysql mysql://worker@127.0.0.1:{port}/idem {RECORDS}")
+    }
+
+    fn fills_up_slowly(&self) -> bool {
+        true
+    }
+
+    fn moments(&self) -> &'static [Fault] {
+        // A MySQL that finds the disk of its binary log full tries again after a minute, by when the leases are lost.
+        if is_mariadb() { &[Fault::disk_full, Fault::read_only] } else { &[Fault::read_only] }
+    }
+
+    fn lines(&self) -> &[Proxy] {
+        &self.lines
+    }
+
+    fn slow_line(&self) -> (usize, u32) {
+        // Results are small, because a result that is read has to arrive within one time limit, whatever its size.
+        (40 * 1024, 2_000_000)
+    }
+
+    fn lease_of_locked(&self) -> Duration {
+        // A statement waits a second for a lock, and the store's time limit, three tenths of this, must be longer.
+        Duration::from_secs(5)
+    }
+
+    async fn break_down(&mut self, fault: Fault) {
+        match fault {
+            Fault::server_killed_and_restarted => self.server.kill(),
+            Fault::server_stopped_and_continued => self.server.stop(),
+            Fault::failover => self.fail_over().await,
+            Fault::connections_cut => set_all(&self.lines, Line::Refuse),
+            Fault::insert_uncommitted => self.hold(format!(
+                "INSERT INTO {RECORDS} (`key`, owner, format, state, attempt, attempts_used, on_crash_fail, lease_ms, \
+                 ttl_ms, lapses_at, expires_at, listed_at, first_seen_at, began_at) VALUES (?, '0123456789abcdef', 1, \
+                 'pending', 1, 1, 0, 60000, 3600000, 9e15, 9e15, 9e15, 0, 0)"
+            ))
+            .await,
+            Fault::record_locked => {
+                self.hold(format!("UPDATE {RECORDS} SET listed_at = listed_at + 1 WHERE `key` = ?")).await;
+            }
+            Fault::disk_full => self.disk.fail(FULL),
+            Fault::read_only => self.say("SET GLOBAL read_only = 1").await,
+            Fault::records_deleted => self.say(&format!("TRUNCATE idem.{RECORDS}")).await,
+            Fault::renewals_refused => self.say(&format!("REVOKE UPDATE ON idem.{RECORDS} FROM worker@'%'")).await,
+            Fault::table_removed => self.say(&format!("DROP TABLE idem.{RECORDS}")).await,
+            _ => unreachable!("{fault:?}"),
+        }
+    }
+
+    async fn heal(&mut self, fault: Fault) {
+        match fault {
+            Fault::server_killed_and_restarted => self.server.run(),
+            Fault::server_stopped_and_continued => self.server.go_on(),
+            Fault::connections_cut => set_all(&self.lines, Line::Pass),
+            Fault::insert_uncommitted | Fault::record_locked => {
+                if let Some(mut holder) = self.holder.take() {
+                    holder.query_drop("ROLLBACK").await.expect("ends");
+                }
+            }
+            Fault::disk_full => self.disk.heal(),
+            Fault::read_only => self.say("SET GLOBAL read_only = 0").await,
+            Fault::table_removed => self.make_table().await,
+            Fault::renewals_refused => self.say(&format!("GRANT UPDATE ON idem.{RECORDS} TO worker@'%'")).await,
             _ => {}
         }
     }

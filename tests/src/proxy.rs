@@ -1,7 +1,7 @@
 //! TCP proxy that delays, loses or breaks the traffic of its connections on command.
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -64,6 +64,8 @@ pub struct Proxy {
     line: Arc<watch::Sender<Line>>,
     halved: Arc<AtomicUsize>,
     sent: Sent,
+    /// Port to which the proxy carries the bytes of new connections.
+    target: Arc<AtomicU16>,
 }
 
 /// Number of bytes that the client sent on each connection, in the order in which the connections were made.
@@ -111,6 +113,8 @@ impl Proxy {
         let (lines, count) = (Arc::clone(&line), Arc::clone(&halved));
         let sent = Sent::default();
         let sent_by_each = Arc::clone(&sent);
+        let target = Arc::new(AtomicU16::new(port));
+        let aim = Arc::clone(&target);
         tokio::spawn(async move {
             let directions: [Arc<Direction>; 2] = Default::default();
             let (chance, mut connections) = (Chance::seeded(u64::from(port)), 0);
@@ -119,10 +123,11 @@ impl Proxy {
                 let chance = chance.of(connections);
                 let (sent, count) = (Arc::default(), Arc::clone(&count));
                 sent_by_each.lock().unwrap().push(Arc::clone(&sent));
+                let port = aim.load(Ordering::Relaxed);
                 tokio::spawn(carry(client, port, lines.subscribe(), count, sent, directions.clone(), chance));
             }
         });
-        Self { address, line, halved, sent }
+        Self { address, line, halved, sent, target }
     }
 
     /// URL at which the proxy listens.
@@ -143,6 +148,11 @@ impl Proxy {
     /// Number of bytes that the client sent on each connection, in the order in which the connections were made.
     pub fn sent(&self) -> Vec<usize> {
         self.sent.lock().unwrap().iter().map(|sent| sent.load(Ordering::SeqCst)).collect()
+    }
+
+    /// Carries the bytes of new connections to `port` from now on, as after a failover.
+    pub fn redirect(&self, port: u16) {
+        self.target.store(port, Ordering::Relaxed);
     }
 
     /// Sets the behaviour of the proxy from now on.

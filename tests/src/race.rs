@@ -759,7 +759,8 @@ pub fn beside(path: &Path, name: &str) -> PathBuf {
 ///
 /// - at most one body began;
 /// - the attempts of the key are exhausted only if a body began, or if the process of a call was killed before the body
-///   could begin.
+///   could begin;
+/// - the key ends free, with its attempt used up, only if its body was cancelled because its lease was not renewed.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Rules {
     /// True if every lease lasts for its full time. If a test sets the clock that measures leases, a lease may be
@@ -827,6 +828,8 @@ enum Standing {
     Interrupted,
     /// The record says that the only attempt of the key has begun, and holds no result.
     Exhausted,
+    /// The record says that the body of the key's only attempt was cancelled.
+    Cancelled,
 }
 
 impl Standing {
@@ -838,6 +841,7 @@ impl Standing {
             }
             State::Interrupted | State::Pending { on_crash: OnCrash::Fail, begun: true, .. } => Self::Interrupted,
             State::Pending { begun: true, .. } if policies.has_one_attempt(n) => Self::Exhausted,
+            State::Released if policies.has_one_attempt(n) && found.record.attempts_used == 1 => Self::Cancelled,
             _ => panic!("key {n}: {found:?}"),
         }
     }
@@ -939,8 +943,12 @@ impl Rules {
         {
             return Err("the attempts of the key are exhausted, and no body began".to_owned());
         }
+        let is_cancelled = |call: &Call| call.began.is_some() && call.is_told(|it| matches!(it, Event::Unrenewed(_)));
         match standing {
-            Standing::Exhausted => Ok(attempts(calls)),
+            Standing::Cancelled if !calls.iter().any(is_cancelled) => {
+                Err("the key was freed after its only body, and no body was cancelled".to_owned())
+            }
+            Standing::Exhausted | Standing::Cancelled => Ok(attempts(calls)),
             _ => self.audit_key(calls, standing, lease),
         }
     }

@@ -228,10 +228,26 @@ pub fn free_port() -> u16 {
     }
 }
 
-/// Sends `signal`, such as `-STOP`, to a process, and returns whether the process existed.
+/// Sends `signal`, such as `-STOP`, to a process, and returns whether the process existed. After `-STOP` no thread of
+/// the process runs any more.
 pub fn signal(pid: u32, signal: &str) -> bool {
     let sent = Command::new("kill").args([signal, &pid.to_string()]).stderr(Stdio::null()).status();
-    sent.expect("kill runs").success()
+    let existed = sent.expect("kill runs").success();
+    // A thread that runs on another processor stops only a moment later, and may answer a request until then.
+    while signal == "-STOP" && runs(pid) {
+        std::thread::yield_now();
+    }
+    existed
+}
+
+/// Returns whether a thread of the process is not stopped.
+fn runs(pid: u32) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    threads.filter_map(|thread| std::fs::read_to_string(thread.path().join("stat")).ok()).any(|stat| {
+        // The state follows the name of the thread, which is in brackets and may itself contain brackets.
+        let state = stat.rsplit_once(')').and_then(|(_, fields)| fields.trim_start().chars().next());
+        !matches!(state, None | Some('T' | 't' | 'Z' | 'X'))
+    })
 }
 
 /// Runs `start` on a thread that lives as long as the process, because servers die with the thread that started them.
