@@ -90,7 +90,7 @@ struct Strategy {
     words: [Option<Word>; 5],
 }
 
-const STRATEGIES: [Strategy; 7] = [
+const STRATEGIES: [Strategy; 10] = [
     Strategy {
         name: "retry",
         title: "`on_crash = retry`, no key for the bank",
@@ -116,6 +116,18 @@ const STRATEGIES: [Strategy; 7] = [
         words: [Some(Once); 5],
     },
     Strategy {
+        name: "step_fail",
+        title: "an irreversible step, `fail`",
+        repetition: Repetition::Repeats,
+        words: [Some(DoubtAndUnpaid), Some(DoubtAndPaid), Some(DoubtAndPaid), Some(Once), Some(DoubtAndPaid)],
+    },
+    Strategy {
+        name: "step_reconcile",
+        title: "a step, `reconcile(…)`, uncertain time-outs",
+        repetition: Repetition::Refuses,
+        words: [Some(Once); 5],
+    },
+    Strategy {
         name: "fail",
         title: "`on_crash = fail`",
         repetition: Repetition::Repeats,
@@ -130,6 +142,12 @@ const STRATEGIES: [Strategy; 7] = [
     Strategy {
         name: "within",
         title: "a row, `within` its transaction",
+        repetition: Repetition::Repeats,
+        words: [Some(Once), None, Some(Once), Some(Once), None],
+    },
+    Strategy {
+        name: "step_within",
+        title: "a row, a step `within` its transaction",
         repetition: Repetition::Repeats,
         words: [Some(Once), None, Some(Once), Some(Once), None],
     },
@@ -154,11 +172,18 @@ macro_rules! stores {
 }
 
 stores! {
-    sqlite ("SQLite"): retry child_key step step_child_key fail reconcile within;
-    postgres ("PostgreSQL"): retry child_key step step_child_key fail reconcile within;
-    redis ("Redis"): retry child_key step step_child_key fail reconcile;
-    dynamo ("DynamoDB"): retry child_key step step_child_key fail reconcile;
-    nats ("NATS JetStream"): retry child_key step step_child_key fail reconcile;
+    sqlite ("SQLite"):
+        retry child_key step step_child_key step_fail step_reconcile fail reconcile within step_within;
+    postgres ("PostgreSQL"):
+        retry child_key step step_child_key step_fail step_reconcile fail reconcile within step_within;
+    mysql ("MariaDB"):
+        retry child_key step step_child_key step_fail step_reconcile fail reconcile within step_within;
+    redis ("Redis"):
+        retry child_key step step_child_key step_fail step_reconcile fail reconcile;
+    dynamo ("DynamoDB"):
+        retry child_key step step_child_key step_fail step_reconcile fail reconcile;
+    nats ("NATS JetStream"):
+        retry child_key step step_child_key step_fail step_reconcile fail reconcile;
 }
 
 fn variable(name: &str, default: usize) -> usize {
@@ -175,7 +200,8 @@ async fn check(store: &str, name: &str) {
     let cases: Vec<_> = cells.flat_map(|cell| (0..messages).map(move |n| (cell, n))).collect();
     let (next, killed) = (Cell::new(0), Cell::new(0));
     // The open transaction of a process keeps every other process from an SQLite file.
-    let lanes = if (store, name) == ("sqlite", "within") { 1 } else { LANES };
+    let in_rows = name.ends_with("within");
+    let lanes = if store == "sqlite" && in_rows { 1 } else { LANES };
     let lanes = (0..lanes).map(async |_| {
         let mut lane = Lane::new(&rig.spec, name, port);
         while let Some(((fault, word), n)) = cases.get(next.replace(next.get() + 1)) {
@@ -188,10 +214,10 @@ async fn check(store: &str, name: &str) {
             // Without a request on its way, the bank refuses a request only if a body runs although its effect is made.
             let may_refuse = fault.place == Place::OnItsWay;
             assert!(may_refuse || statement.refused == 0, "{store} {name}, {fault:?}: a second request");
-            let effects = if name == "within" { rig.rows(id).await } else { statement.effects.len() };
+            let effects = if in_rows { rig.rows(id).await } else { statement.effects.len() };
             let found = Word::of(&end, effects);
             assert_eq!(found, *word, "{store} {name}, {fault:?}, message {n}: {end:?}, {effects} effects");
-            if let (End::Acknowledged(receipt), true) = (end, name != "within") {
+            if let (End::Acknowledged(receipt), false) = (end, in_rows) {
                 assert!(statement.effects.contains(&receipt), "{store} {name}, {fault:?}: {receipt} is no receipt");
             }
         }

@@ -2,10 +2,11 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use idem_runtime::PostgresStore;
+use idem_runtime::{MySqlStore, PostgresStore};
 use idem_tests::server::Kind;
 use idem_tests::sqlite::Folder;
-use idem_tests::{dynamo, nats, postgres, sqlite};
+use idem_tests::{dynamo, mysql, nats, postgres, sqlite};
+use mysql_async::prelude::Queryable as _;
 
 /// Store of one test.
 pub struct Rig {
@@ -40,6 +41,14 @@ impl Rig {
                 postgres::raw(&url).await.batch_execute(&table).await.expect("makes the table");
                 format!("postgres {url} {schema}")
             }
+            "mysql" => {
+                let (url, table) = (mysql::shared_table().0, format!("kills_{}", number()));
+                let store = MySqlStore::options().table(&table).ensure_schema().connect(&url).await;
+                drop(store.expect("makes the table of records"));
+                let effects = format!("CREATE TABLE {table}_effects (id bigint)");
+                mysql::raw(&url).await.query_drop(effects).await.expect("makes the table");
+                format!("mysql {url} {table}")
+            }
             "redis" => format!("redis {} kills_{}", Kind::Redis.shared(), number()),
             "dynamo" => format!("dynamo {} {}", dynamo::Kind::Dynoxide.shared(), dynamo::TABLE),
             "nats" => format!("nats {} kills_{}", nats::shared(), number()),
@@ -58,6 +67,10 @@ impl Rig {
             (None, ["postgres", url, schema]) => {
                 let sql = format!("SELECT count(*) FROM {schema}.effects WHERE id = $1");
                 postgres::raw(url).await.query_one(&sql, &[&id]).await.expect("reads").get(0)
+            }
+            (None, ["mysql", url, table]) => {
+                let sql = format!("SELECT count(*) FROM {table}_effects WHERE id = {id}");
+                mysql::raw(url).await.query_first(sql).await.expect("reads").expect("a row")
             }
             _ => panic!("{} has no transactions", self.spec),
         };

@@ -1,8 +1,8 @@
-//! Server of the soak: `checkout PORT LEDGER REDIS POSTGRES`, with the port of the ledger and the stores in the form of
+//! Server of the soak: `checkout PORT LEDGER STORE…`, with the port of the ledger and the stores in the form of
 //! `idem_tests::stores`.
 //!
-//! `POST /redis/fail`, `/redis/retry`, `/postgres/fail` and `/postgres/retry` are behind the idempotency layer. The
-//! path names the store of the records, and the value of `on_crash`. The effect of a request is an entry in the ledger.
+//! `POST /redis/fail` and `/redis/retry`, and the same of each other store, are behind the idempotency layer. The path
+//! names the store of the records, and the value of `on_crash`. The effect of a request is an entry in the ledger.
 //! This process can't read the ledger, which answers only with the number of the entry. The body of a request begins
 //! with the duration of the payment in milliseconds.
 #![allow(clippy::disallowed_methods)] // A payment takes its time.
@@ -56,7 +56,7 @@ async fn pay(
 #[tokio::main]
 async fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let [port, ledger, specs @ ..] = &args[..] else { panic!("port, port of the ledger, two stores") };
+    let [port, ledger, specs @ ..] = &args[..] else { panic!("port, port of the ledger, stores") };
     let ledger: u16 = ledger.parse().expect("a port");
     let mut app = Router::new();
     for spec in specs {

@@ -1,13 +1,16 @@
 //! One of several processes that work on the same keys. Each process writes an effect and the record of the call in one
 //! transaction. `tests/within.rs` starts and kills the processes.
 //!
-//! Arguments: the store (`sqlite PATH` or `postgres URL SCHEMA`), the number of keys, the first key.
+//! Arguments: the store (`sqlite PATH`, `postgres URL SCHEMA` or `mysql URL TABLE`), the number of keys, the first key.
 #![allow(clippy::disallowed_methods)] // A consumer loop sleeps.
 
 use std::time::Duration;
 
 use idem_runtime::within::OpenTransaction;
-use idem_runtime::{Disposition, Error, PostgresStore, SqliteStore, current, idempotent, observe};
+use idem_runtime::{Disposition, Error, MySqlStore, PostgresStore, SqliteStore, current, idempotent, observe};
+use mysql_async::prelude::Queryable as _;
+
+type AnyError = Box<dyn std::error::Error + Send + Sync>;
 
 #[idempotent(
     key = "{n}",
@@ -24,6 +27,19 @@ async fn in_postgres(
     let attempt = current().expect("inside").number();
     let effect = i32::try_from(n).expect("a few");
     tx.execute("INSERT INTO effects (n) VALUES ($1)", &[&effect]).await.expect("inserts");
+    Ok(attempt)
+}
+
+#[idempotent(
+    key = "{n}",
+    ttl = "1h",
+    store = MySqlStore::within(tx).table(table),
+    scope = shared("race"),
+    in_progress = wait("2s")
+)]
+async fn in_mysql(tx: &OpenTransaction<mysql_async::Transaction<'_>>, table: &str, n: usize) -> Result<u32, AnyError> {
+    let attempt = current().expect("inside").number();
+    tx.lock().await.exec_drop(format!("INSERT INTO {table}_effects (n) VALUES (?)"), (n,)).await?;
     Ok(attempt)
 }
 
@@ -57,6 +73,21 @@ async fn main() {
                     }
                     assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "{n}: {result:?}");
                     tx.into_inner().rollback().await.unwrap();
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+            }
+        }
+        Some(("mysql", place)) => {
+            let (url, table) = place.split_once(' ').unwrap();
+            let mut connection = idem_tests::mysql::raw(url).await;
+            for n in keys {
+                loop {
+                    let work = async |tx: &OpenTransaction<mysql_async::Transaction<'_>>| in_mysql(tx, table, n).await;
+                    let (result, outcome) = MySqlStore::transact(&mut connection, work).await;
+                    if result.is_ok() {
+                        break;
+                    }
+                    assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "{n}: {result:?}");
                     tokio::time::sleep(Duration::from_millis(20)).await;
                 }
             }

@@ -2,8 +2,8 @@
 //!
 //! Arguments: the store in the form of `idem_tests::stores`, the strategy, the port of the broker, the port of the
 //! bank. The broker sends `deliver ID`, and gets the end of this delivery. The line `cut` drops the delivery under way.
-//! The effect of a handler is an entry in the ledger of the bank, a server of the test process. Only the strategy
-//! `reconcile` can read the ledger.
+//! The effect of a handler is an entry in the ledger of the bank, a server of the test process. Only the strategies
+//! `reconcile` and `step_reconcile` can read the ledger.
 
 use std::io;
 use std::sync::Arc;
@@ -13,10 +13,11 @@ use idem_runtime::policy::Backoff;
 use idem_runtime::step::Step;
 use idem_runtime::within::OpenTransaction;
 use idem_runtime::{
-    Disposition, Error, InProgress, OnError, Outcome, Policy, PostgresStore, Reconciliation, Refusal, SqliteStore,
-    Store, current, idempotent, observe,
+    Disposition, Error, InProgress, MySqlStore, OnError, Outcome, Policy, PostgresStore, Reconciliation, Refusal,
+    SqliteStore, Store, current, idempotent, observe,
 };
 use idem_tests::stores;
+use mysql_async::prelude::Queryable as _;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::TcpStream;
@@ -139,6 +140,34 @@ async fn step_child_key(app: &App, id: u64) -> Result<String, BankError> {
     app.pay_in_step(id, |step| step.child_key()).await
 }
 
+/// The effect can't be undone, so an error of the step leaves the effect in doubt, as a crash does.
+#[idempotent(key = "{id}", store = app.store, policy = POLICY, scope = "step_fail")]
+async fn step_fail(app: &App, id: u64) -> Result<String, BankError> {
+    let charge = async |_| {
+        app.bank.pass(id, "before").await;
+        app.bank.charge(id, "-").await
+    };
+    let receipt = current()?.step("charge").irreversible().fail().run(charge).await?;
+    app.bank.pass(id, "after").await;
+    Ok(receipt)
+}
+
+#[idempotent(key = "{id}", store = app.store, policy = POLICY, scope = "step_reconcile")]
+async fn step_reconcile(app: &App, id: u64) -> Result<String, BankError> {
+    let refund = async |step: Step| {
+        app.bank.pass(id, "before").await;
+        app.bank.charge(id, &step.child_key()).await
+    };
+    let receipt = current()?
+        .step("refund")
+        .uncertain_errors_if(|error| matches!(judge(error), OnError::Uncertain))
+        .reconcile(async |step: Step| app.find(id, &step.child_key()).await)
+        .run(refund)
+        .await?;
+    app.bank.pass(id, "after").await;
+    Ok(receipt)
+}
+
 #[idempotent(key = "{id}", store = app.store, policy = POLICY, scope = "fail", on_crash = fail)]
 async fn fail(app: &App, id: u64) -> Result<String, BankError> {
     app.pay(id, "-").await
@@ -159,17 +188,23 @@ async fn refund(app: &App, id: u64) -> Result<String, BankError> {
     app.pay(id, &current()?.child_key("refund")).await
 }
 
-/// Reads, and never writes.
 async fn find_refund(app: &App, id: u64) -> Result<Reconciliation<String>, BankError> {
-    let answer = match app.bank.by_reference(id, &current()?.child_key("refund")).await {
-        Ok(Some(receipt)) => Reconciliation::Done(receipt),
-        // This bank refuses a reference the second time, so a request that is still on its way changes nothing.
-        Ok(None) => Reconciliation::NotDone,
-        Err(BankError::Unknown) => Reconciliation::Unknown { ask_again: Duration::from_millis(100) },
-        Err(error) => return Err(error),
-    };
-    app.bank.pass(id, "found").await;
-    Ok(answer)
+    app.find(id, &current()?.child_key("refund")).await
+}
+
+impl App {
+    /// Looks up a payment. Reads, and never writes.
+    async fn find(&self, id: u64, reference: &str) -> Result<Reconciliation<String>, BankError> {
+        let answer = match self.bank.by_reference(id, reference).await {
+            Ok(Some(receipt)) => Reconciliation::Done(receipt),
+            // This bank refuses a reference the second time, so a request that is still on its way changes nothing.
+            Ok(None) => Reconciliation::NotDone,
+            Err(BankError::Unknown) => Reconciliation::Unknown { ask_again: Duration::from_millis(100) },
+            Err(error) => return Err(error),
+        };
+        self.bank.pass(id, "found").await;
+        Ok(answer)
+    }
 }
 
 #[idempotent(
@@ -187,6 +222,22 @@ async fn in_postgres(
     Ok("a row".to_owned())
 }
 
+#[idempotent(
+    key = "{id}", ttl = "90d", store = MySqlStore::within(tx).table(table), scope = "within", in_progress = wait("60s")
+)]
+async fn in_mysql(
+    tx: &OpenTransaction<mysql_async::Transaction<'_>>,
+    table: &str,
+    bank: &Bank,
+    id: i64,
+) -> Result<String, Error> {
+    bank.pass(id.cast_unsigned(), "before").await;
+    let insert = format!("INSERT INTO {table}_effects (id) VALUES ({id})");
+    tx.lock().await.query_drop(insert).await.expect("inserts");
+    bank.pass(id.cast_unsigned(), "made").await;
+    Ok("a row".to_owned())
+}
+
 #[idempotent(key = "{id}", ttl = "90d", store = SqliteStore::within(tx), scope = "within")]
 async fn in_sqlite(tx: &OpenTransaction<rusqlite::Transaction<'_>>, bank: &Bank, id: i64) -> Result<String, Error> {
     bank.pass(id.cast_unsigned(), "before").await;
@@ -195,11 +246,92 @@ async fn in_sqlite(tx: &OpenTransaction<rusqlite::Transaction<'_>>, bank: &Bank,
     Ok("a row".to_owned())
 }
 
+/// Inserts a row in a step, and commits row and entry together. The record of the operation is written later, on
+/// another connection.
+#[idempotent(key = "{id}", store = app.store, policy = POLICY, scope = "step_within")]
+async fn step_in_postgres(
+    app: &App,
+    client: &mut tokio_postgres::Client,
+    schema: &str,
+    id: u64,
+) -> Result<String, BankError> {
+    let tx = OpenTransaction::new(client.transaction().await.expect("begins"));
+    let insert = async |_| {
+        app.bank.pass(id, "before").await;
+        tx.execute("INSERT INTO effects (id) VALUES ($1)", &[&id.cast_signed()]).await.expect("inserts");
+        app.bank.pass(id, "made").await;
+        Ok::<_, BankError>("a row".to_owned())
+    };
+    let row = current()?.step("insert").within(PostgresStore::within(&tx).schema(schema)).run(insert).await?;
+    tx.into_inner().commit().await.expect("commits");
+    app.bank.pass(id, "after").await;
+    Ok(row)
+}
+
+/// As [`step_in_postgres`].
+#[idempotent(key = "{id}", store = app.store, policy = POLICY, scope = "step_within")]
+async fn step_in_mysql(
+    app: &App,
+    connection: &mut mysql_async::Conn,
+    table: &str,
+    id: u64,
+) -> Result<String, BankError> {
+    let begun = connection.start_transaction(mysql_async::TxOpts::default()).await.expect("begins");
+    let tx = OpenTransaction::new(begun);
+    let insert = async |_| {
+        app.bank.pass(id, "before").await;
+        let insert = format!("INSERT INTO {table}_effects (id) VALUES ({id})");
+        tx.lock().await.query_drop(insert).await.expect("inserts");
+        app.bank.pass(id, "made").await;
+        Ok::<_, BankError>("a row".to_owned())
+    };
+    let row = current()?.step("insert").within(MySqlStore::within(&tx).table(table)).run(insert).await?;
+    tx.into_inner().commit().await.expect("commits");
+    app.bank.pass(id, "after").await;
+    Ok(row)
+}
+
+/// As [`step_in_postgres`].
+#[idempotent(key = "{id}", store = app.store, policy = POLICY, scope = "step_within")]
+async fn step_in_sqlite(app: &App, connection: &mut rusqlite::Connection, id: u64) -> Result<String, BankError> {
+    let behaviour = rusqlite::TransactionBehavior::Immediate;
+    let tx = OpenTransaction::new(connection.transaction_with_behavior(behaviour).expect("begins"));
+    let insert = async |_| {
+        app.bank.pass(id, "before").await;
+        tx.execute("INSERT INTO effects (id) VALUES (?1)", [id.cast_signed()]).expect("inserts");
+        app.bank.pass(id, "made").await;
+        Ok::<_, BankError>("a row".to_owned())
+    };
+    let row = current()?.step("insert").within(SqliteStore::within(&tx)).run(insert).await?;
+    tx.into_inner().commit().expect("commits");
+    app.bank.pass(id, "after").await;
+    Ok(row)
+}
+
 /// Handler of the messages.
 enum Subject {
     Asking(App, String),
     Postgres(tokio_postgres::Client, String, Bank),
+    MySql(mysql_async::Conn, String, Bank),
     Sqlite(rusqlite::Connection, Bank),
+    PostgresStep(App, tokio_postgres::Client, String),
+    MySqlStep(App, mysql_async::Conn, String),
+    SqliteStep(App, rusqlite::Connection),
+}
+
+/// Connects to the database of the rows, whose schema is the default.
+async fn postgres(url: &str, schema: &str) -> tokio_postgres::Client {
+    let (client, connection) = tokio_postgres::connect(url, tokio_postgres::NoTls).await.expect("connects");
+    tokio::spawn(connection);
+    client.batch_execute(&format!("SET search_path = {schema}")).await.expect("a schema");
+    client
+}
+
+/// Opens the file of the rows.
+fn sqlite(path: &str) -> rusqlite::Connection {
+    let connection = rusqlite::Connection::open(path).expect("opens");
+    connection.busy_timeout(Duration::from_secs(60)).expect("waits");
+    connection
 }
 
 impl Subject {
@@ -207,17 +339,25 @@ impl Subject {
         let words: Vec<&str> = spec.split(' ').collect();
         match (strategy, &words[..]) {
             ("within", ["postgres", url, schema]) => {
-                let (client, connection) = tokio_postgres::connect(url, tokio_postgres::NoTls).await.expect("connects");
-                tokio::spawn(connection);
-                client.batch_execute(&format!("SET search_path = {schema}")).await.expect("a schema");
-                Self::Postgres(client, (*schema).to_owned(), bank)
+                Self::Postgres(postgres(url, schema).await, (*schema).to_owned(), bank)
             }
-            ("within", ["sqlite", path]) => {
-                let connection = rusqlite::Connection::open(path).expect("opens");
-                connection.busy_timeout(Duration::from_secs(60)).expect("waits");
-                Self::Sqlite(connection, bank)
+            ("within", ["mysql", url, table]) => {
+                Self::MySql(idem_tests::mysql::raw(url).await, (*table).to_owned(), bank)
             }
-            _ => Self::Asking(App { store: stores::open(spec, LONG_LEASE).await, bank }, strategy.to_owned()),
+            ("within", ["sqlite", path]) => Self::Sqlite(sqlite(path), bank),
+            _ => {
+                let app = App { store: stores::open(spec, LONG_LEASE).await, bank };
+                match (strategy, &words[..]) {
+                    ("step_within", ["postgres", url, schema]) => {
+                        Self::PostgresStep(app, postgres(url, schema).await, (*schema).to_owned())
+                    }
+                    ("step_within", ["mysql", url, table]) => {
+                        Self::MySqlStep(app, idem_tests::mysql::raw(url).await, (*table).to_owned())
+                    }
+                    ("step_within", ["sqlite", path]) => Self::SqliteStep(app, sqlite(path)),
+                    _ => Self::Asking(app, strategy.to_owned()),
+                }
+            }
         }
     }
 
@@ -230,6 +370,8 @@ impl Subject {
                     "child_key" => observe(child_key(app, id)).await,
                     "step" => observe(step(app, id)).await,
                     "step_child_key" => observe(step_child_key(app, id)).await,
+                    "step_fail" => observe(step_fail(app, id)).await,
+                    "step_reconcile" => observe(step_reconcile(app, id)).await,
                     "fail" => observe(fail(app, id)).await,
                     "reconcile" => observe(refund(app, id)).await,
                     _ => panic!("`{strategy}` is no strategy"),
@@ -239,6 +381,17 @@ impl Subject {
             Self::Postgres(client, schema, bank) => {
                 let tx = OpenTransaction::new(client.transaction().await.expect("begins"));
                 let (result, outcome) = observe(in_postgres(&tx, schema, bank, id.cast_signed())).await;
+                if result.is_err() {
+                    return end(result, &outcome);
+                }
+                bank.pass(id, "after").await;
+                tx.into_inner().commit().await.expect("commits");
+                end(result, &outcome.committed())
+            }
+            Self::MySql(connection, table, bank) => {
+                let begun = connection.start_transaction(mysql_async::TxOpts::default()).await.expect("begins");
+                let tx = OpenTransaction::new(begun);
+                let (result, outcome) = observe(in_mysql(&tx, table, bank, id.cast_signed())).await;
                 if result.is_err() {
                     return end(result, &outcome);
                 }
@@ -258,15 +411,28 @@ impl Subject {
                 tx.into_inner().commit().expect("commits");
                 end(result, &outcome.committed())
             }
+            Self::PostgresStep(app, client, schema) => {
+                let (result, outcome) = observe(step_in_postgres(app, client, schema, id)).await;
+                end(result, &outcome)
+            }
+            Self::MySqlStep(app, connection, table) => {
+                let (result, outcome) = observe(step_in_mysql(app, connection, table, id)).await;
+                end(result, &outcome)
+            }
+            Self::SqliteStep(app, connection) => {
+                let (result, outcome) = observe(step_in_sqlite(app, connection, id)).await;
+                end(result, &outcome)
+            }
         }
     }
 }
 
 fn end<E: std::fmt::Debug>(result: Result<String, E>, outcome: &Outcome) -> String {
+    let is_in_doubt = outcome.refusal() == Some(Refusal::Interrupted) || outcome.steps_in_doubt() > 0;
     match (outcome.disposition(), result) {
         (Disposition::Ack, Ok(receipt)) => format!("ack {receipt}"),
         (Disposition::Retry { after }, _) => format!("retry {}", after.as_micros()),
-        (Disposition::DeadLetter, Err(_)) if outcome.refusal() == Some(Refusal::Interrupted) => "person".to_owned(),
+        (Disposition::DeadLetter, Err(_)) if is_in_doubt => "person".to_owned(),
         (disposition, result) => format!("unexpected {disposition:?} {result:?}"),
     }
 }

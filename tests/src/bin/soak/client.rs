@@ -8,23 +8,28 @@ use tokio::net::TcpStream;
 /// Time after which a client gives up an exchange.
 const PATIENCE: Duration = Duration::from_secs(8);
 
-/// Operation of a client. The key is the same in sixteen operations, which differ in the route or the caller.
+/// Operation of a client. [`Order::OF_A_KEY`] operations have the same key, and differ in the route or the caller.
 #[derive(Clone, Copy)]
 pub(crate) struct Order(pub(crate) usize);
 
 impl Order {
-    const PATHS: [&str; 4] = ["/redis/fail", "/postgres/fail", "/redis/retry", "/postgres/retry"];
+    /// Routes: those under `on_crash = fail`, then those under `retry`.
+    const PATHS: [&str; 6] =
+        ["/redis/fail", "/postgres/fail", "/mysql/fail", "/redis/retry", "/postgres/retry", "/mysql/retry"];
+    const CALLERS: usize = 4;
+    /// Number of operations that have one key.
+    pub(crate) const OF_A_KEY: usize = Self::PATHS.len() * Self::CALLERS;
 
     fn path(self) -> &'static str {
-        Self::PATHS[self.0 % 4]
+        Self::PATHS[self.0 % Self::PATHS.len()]
     }
 
     fn caller(self) -> String {
-        format!("caller-{}", self.0 / 4 % 4)
+        format!("caller-{}", self.0 / Self::PATHS.len() % Self::CALLERS)
     }
 
     fn key(self) -> String {
-        format!("order-{}", self.0 / 16)
+        format!("order-{}", self.0 / Self::OF_A_KEY)
     }
 
     /// Name of the operation, as the server writes it into the ledger.
@@ -34,7 +39,7 @@ impl Order {
 
     /// Returns whether the order's route has the policy `on_crash = fail`.
     pub(crate) fn is_under_fail(self) -> bool {
-        self.0 % 4 < 2
+        self.path().ends_with("/fail")
     }
 
     /// Body of the operation's requests. Most operations are short; one of a hundred is longer than its lease.

@@ -1,4 +1,5 @@
-//! Two servers, a Redis and a PostgreSQL under load and faults: `soak SECONDS SEED`; `scripts/soak` starts it.
+//! Two servers, a Redis, a PostgreSQL and a MariaDB under load and faults: `soak SECONDS SEED`; `scripts/soak` starts
+//! it.
 //!
 //! Clients send orders, hang up, and send duplicates to both servers, while processes are killed and stopped. Then the
 //! faults stop, every order gets its final answer, and the answers are compared with the ledger of effects. The exit
@@ -20,8 +21,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use idem_runtime::PostgresStore;
+use idem_runtime::{MySqlStore, PostgresStore};
 use idem_tests::chance::Chance;
+use idem_tests::mysql::MySqlServer;
 use idem_tests::postgres::PostgresServer;
 use idem_tests::server::{Kind, RedisServer, free_port, signal};
 use tokio::task::JoinSet;
@@ -115,7 +117,7 @@ impl Market {
     /// Sends an order to a random server, and repeats it until the answer is final. Hangs up now and then.
     async fn deliver(&self, order: Order, mut chance: Chance) {
         for _ in 0..TRIES {
-            let hang_up = match chance.below(20) {
+            let hang_up = match chance.below(23) {
                 0 => HangUp::InBody,
                 1 | 2 => HangUp::WhileRunning(chance.up_to(Duration::from_millis(60))),
                 _ => HangUp::Never,
@@ -172,7 +174,7 @@ impl Market {
             tasks.spawn(async move {
                 let mut finals = 0;
                 for order in part {
-                    finals += usize::from(market.ask(order, order.0 / 16 % 2, HangUp::Never).await);
+                    finals += usize::from(market.ask(order, order.0 / Order::OF_A_KEY % 2, HangUp::Never).await);
                 }
                 finals
             });
@@ -186,13 +188,14 @@ struct Machines {
     servers: [Checkout; 2],
     redis: RedisServer,
     postgres: PostgresServer,
+    mysql: MySqlServer,
 }
 
 impl Machines {
     /// Causes a random fault, and waits for its end. Returns the name of the fault.
     async fn suffer(&mut self, chance: &mut Chance) -> &'static str {
         let (pause, server) = (chance.up_to(PAUSE), chance.below(2));
-        match chance.below(20) {
+        match chance.below(23) {
             0..8 => {
                 self.servers[server].kill();
                 sleep(pause / 2).await;
@@ -229,31 +232,52 @@ impl Machines {
                 self.postgres.run();
                 "PostgreSQL was killed"
             }
+            19 | 20 => {
+                self.mysql.stop();
+                sleep(pause).await;
+                self.mysql.go_on();
+                "MariaDB was stopped"
+            }
+            21 => {
+                self.mysql.kill();
+                sleep(pause / 2).await;
+                self.mysql.run();
+                "MariaDB was killed"
+            }
             _ => {
-                // A server is killed while both stores are stopped.
+                // A server is killed while all stores are stopped.
+                self.mysql.stop();
                 self.postgres.stop();
                 self.redis.signal("-STOP");
                 self.servers[server].kill();
                 sleep(pause).await;
                 self.redis.signal("-CONT");
                 self.postgres.go_on();
+                self.mysql.go_on();
                 self.servers[server].run();
-                "both stores were stopped, and a server was killed"
+                "all stores were stopped, and a server was killed"
             }
         }
     }
 }
 
 async fn start(ledger: u16) -> Machines {
-    // Both stores lose no answered write in a crash.
+    // The stores lose no answered write in a crash.
     let redis = RedisServer::start_with(Kind::Redis, &["--appendonly", "yes", "--appendfsync", "always"]);
     let postgres = PostgresServer::start();
     let options = PostgresStore::options().schema("soak").ensure_schema();
     drop(options.connect(&postgres.url()).await.expect("makes the table"));
-    let stores = [format!("redis {} soak", redis.url()), format!("postgres {} soak", postgres.url())];
+    let mysql = MySqlServer::start();
+    let options = MySqlStore::options().table("soak").ensure_schema();
+    drop(options.connect(&mysql.url()).await.expect("makes the table"));
+    let stores = [
+        format!("redis {} soak", redis.url()),
+        format!("postgres {} soak", postgres.url()),
+        format!("mysql {} soak", mysql.url()),
+    ];
     let args: Vec<String> = [ledger.to_string()].into_iter().chain(stores).collect();
     let servers = [Checkout::start(&args), Checkout::start(&args)];
-    Machines { servers, redis, postgres }
+    Machines { servers, redis, postgres, mysql }
 }
 
 #[tokio::main]
