@@ -98,6 +98,48 @@ pub(crate) enum Check {
     Stuck,
 }
 
+impl Check {
+    /// Every check. The length is that of a list that ends with the last variant, so a new one must be entered here.
+    pub(crate) const ALL: [Self; Self::Stuck as usize + 1] = [
+        Self::Linearizable,
+        Self::Undecided,
+        Self::Belief,
+        Self::Fencing,
+        Self::DoubleEffect,
+        Self::Lapse,
+        Self::Cancelled,
+        Self::AtMostOnce,
+        Self::Replay,
+        Self::Recorded,
+        Self::MissingEffect,
+        Self::Leak,
+        Self::Values,
+        Self::Woken,
+        Self::Decided,
+        Self::Marked,
+        Self::Interrupted,
+        Self::Counted,
+        Self::Freed,
+        Self::Frozen,
+        Self::Reason,
+        Self::Doubt,
+        Self::Reconciled,
+        Self::Charged,
+        Self::StepAgain,
+        Self::StepDoubt,
+        Self::StepCharged,
+        Self::StepKept,
+        Self::StepReturned,
+        Self::StepMissing,
+        Self::MessageLeft,
+        Self::MessageIdentity,
+        Self::MessageOrder,
+        Self::MessageAcknowledged,
+        Self::MessageMissing,
+        Self::Stuck,
+    ];
+}
+
 #[derive(Clone, Debug)]
 pub(crate) struct Finding {
     pub(crate) check: Check,

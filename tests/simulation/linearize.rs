@@ -379,6 +379,22 @@ mod by_hand {
     }
 
     #[test]
+    fn a_search_that_takes_too_long_is_undecided() {
+        // Any of the unanswered reservations may have taken over at each tick, and no order explains the last answer.
+        let verdict = script(|it| {
+            for owner in 1..=20 {
+                it.ask(reserve(owner));
+            }
+            for _ in 0..8 {
+                it.history.tick();
+                it.pass(40);
+            }
+            it.done(reserve(21), finished(21, 1, 7));
+        });
+        assert_eq!(verdict, Judgement::Undecided);
+    }
+
+    #[test]
     fn a_late_finish_is_accepted_until_a_takeover() {
         let finish = || OperationArgs::Finish(by(1), 1, result(7), Vec::new());
         assert!(holds(&script(|it| {

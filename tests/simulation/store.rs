@@ -99,6 +99,10 @@ pub(crate) enum DeliberateBreak {
     PushesAreReversed,
     /// A reconciler runs under the number of the attempt in doubt, as if the engine reserved no attempt for it.
     ReconcilersRepeatTheNumber,
+    /// A process hears that a refused renewal was made, as if the engine went on without its lease.
+    RefusedRenewalsAreConfirmed,
+    /// A value of a body outlives the call, as if the engine ended the attempt before it dropped the body.
+    ValuesOutliveTheirCall,
 }
 
 /// Kind of a fault.
@@ -523,6 +527,7 @@ impl Line {
             return std::future::pending().await;
         }
         let (ops, fate, longest) = self.send(&request);
+        let is_renewal = matches!(request, Request::Renew(_));
         let mut flight = Flight { line: self, request: Some(request), ops: &ops };
         net.delay(longest).await;
         let done = match (fate, net.outage_of(self.number())) {
@@ -550,7 +555,13 @@ impl Line {
         if self.is_dead() {
             return std::future::pending().await;
         }
-        self.hear(&ops, fate, done.filter(|_| arrives))
+        let mut heard = self.hear(&ops, fate, done.filter(|_| arrives));
+        if let (Ok(Reply::Writes(verdicts)), true, DeliberateBreak::RefusedRenewalsAreConfirmed) =
+            (&mut heard, is_renewal, net.prank)
+        {
+            verdicts.fill(Verdict::Applied);
+        }
+        heard
     }
 
     /// Enters the operations of `request` in the history, and draws its fate and its longest delay in each direction.
@@ -936,7 +947,12 @@ impl Store for Line {
     }
 
     fn list<'a>(&'a self, filter: &'a Filter) -> StoreFuture<'a, Page> {
-        self.0.inner.list(filter)
+        StoreFuture::new(async move {
+            let mut page = self.0.inner.list(filter).await?;
+            // A store in memory lists in the order of a hash that each process chooses.
+            page.records.sort_unstable_by(|(one, _), (other, _)| one.as_str().cmp(other.as_str()));
+            Ok(page)
+        })
     }
 
     fn ping(&self) -> StoreFuture<'_, ()> {

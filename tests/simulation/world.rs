@@ -124,6 +124,8 @@ pub(crate) const STEPS: usize = 3;
 
 /// Longest pause before another try of a late write that outlasts its lease, plus the time of that try.
 const LATE_WRITES: Duration = Duration::from_secs(15);
+/// Time after which a lease of a resender has lapsed, if its release was lost.
+const LEASE_OF_A_RESENDER: Duration = Duration::from_secs(61);
 
 /// Payload number of a message without a fingerprint.
 const UNMARKED: u8 = 2;
@@ -288,7 +290,7 @@ impl Drop for Delivery {
     key = "{delivery.key()}", scope = shared("simulation"), store = delivery.line, policy = delivery.policy,
     fingerprint = delivery.payload, on_error = decide
 )]
-async fn recording(delivery: &Delivery, _values: Values) -> Result<String, Failure> {
+async fn recording(delivery: &Delivery, _values: Rc<Values>) -> Result<String, Failure> {
     body(delivery).await
 }
 
@@ -296,13 +298,13 @@ async fn recording(delivery: &Delivery, _values: Values) -> Result<String, Failu
     key = "{delivery.key()}", scope = shared("simulation"), store = delivery.line, policy = delivery.policy,
     fingerprint = delivery.payload
 )]
-async fn releasing(delivery: &Delivery, _values: Values) -> Result<String, Failure> {
+async fn releasing(delivery: &Delivery, _values: Rc<Values>) -> Result<String, Failure> {
     body(delivery).await
 }
 
 /// Handler of an earlier release, which passes no fingerprint.
 #[idempotent(key = "{delivery.key()}", scope = shared("simulation"), store = delivery.line, policy = delivery.policy)]
-async fn unmarked(delivery: &Delivery, _values: Values) -> Result<String, Failure> {
+async fn unmarked(delivery: &Delivery, _values: Rc<Values>) -> Result<String, Failure> {
     body(delivery).await
 }
 
@@ -311,7 +313,7 @@ async fn unmarked(delivery: &Delivery, _values: Values) -> Result<String, Failur
     key = "{delivery.key()}", scope = shared("simulation"), store = delivery.line, policy = delivery.policy,
     fingerprint = delivery.payload, on_error = decide, on_crash = reconcile(find(delivery))
 )]
-async fn asking(delivery: &Delivery, _values: Values) -> Result<String, Failure> {
+async fn asking(delivery: &Delivery, _values: Rc<Values>) -> Result<String, Failure> {
     body(delivery).await
 }
 
@@ -685,7 +687,9 @@ impl Parts<'_> {
 
 /// Calls the handler of `delivery`, counts its outcome, and enters the end of the call in the books.
 async fn call_once(delivery: &Delivery) -> Result<String, Failure> {
-    let values = Values { world: delivery.world.clone(), call: delivery.call };
+    let values = Rc::new(Values { world: delivery.world.clone(), call: delivery.call });
+    let _longer =
+        Some(Rc::clone(&values)).filter(|_| delivery.world.net.prank == DeliberateBreak::ValuesOutliveTheirCall);
     let (result, outcome) = match (delivery.payload, delivery.operation().records) {
         _ if delivery.asks => observe(asking(delivery, values)).await,
         // An uncertain error of the earlier release would free its key.
@@ -1211,8 +1215,11 @@ impl World {
         for _ in 0..10 {
             let resent = resender.pass().await;
             self.count_resent(&resent);
-            if resent.is_ok_and(|resent| resent.failed == 0 && resent.skipped == 0) {
-                break;
+            match resent {
+                Ok(Resent { failed: 0, skipped: 0, .. }) => break,
+                // An earlier pass may have lost the release of a lease, under which no other pass sends.
+                Ok(Resent { skipped: 1.., .. }) => self.net.clock.sleep(LEASE_OF_A_RESENDER).await,
+                _ => {}
             }
         }
     }
