@@ -20,14 +20,17 @@ use aws_sdk_dynamodb::types::{
 use idem_runtime::StoreExt;
 use idem_runtime::dynamodb::DynamoOptions;
 use idem_runtime::key::Fingerprint;
+use idem_runtime::policy::StepPolicy;
 use idem_runtime::record::{Record, State, StoredResult, Traceparent};
+use idem_runtime::step::StepProblem;
 use idem_runtime::store::{Filter, Finish, Holder, OwnerToken, Release, Reservation, Verdict, renew_all};
 use idem_runtime::{
-    DynamoStore, Error, InProgress, Key, OnCrash, Operation, Store, StoreError, StoreErrorKind, observe,
+    DynamoStore, Error, InProgress, Key, OnCrash, Operation, Store, StoreError, StoreErrorKind, current, observe,
 };
 use idem_tests::Reopen as _;
 use idem_tests::calls::{
-    Confirming, LEASE, POLICY, TRACEPARENT, TTL, call, done, publish, request, reserved, stored, wins,
+    Confirming, LEASE, POLICY, TRACEPARENT, TTL, call, done, is_of_a_later_format, kept, one_step, publish, request,
+    reserved, stored, takes_its_largest_journal, wins, with_journal,
 };
 use idem_tests::clock::OddClock;
 use idem_tests::dynamo::{Emulator, Kind, Reply, TABLE, Wire, client, client_with, open};
@@ -143,10 +146,24 @@ async fn the_stored_form_is_pinned() {
         ("failed", None, Finish::Failed(stored("null"))),
         ("too-large", None, Finish::Completed(StoredResult::TooLarge { size: 300_000 })),
         ("unencodable", None, Finish::Completed(StoredResult::Unencodable)),
+        ("completed-kept-journal", None, Finish::Completed(kept())),
     ] {
         let lease = begin(name, fingerprint, OnCrash::Retry).await;
         assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
         show(name, Record::after(&lease, finish.state())).await;
+    }
+    for (name, release) in [
+        ("pending-journal", None),
+        ("released-journal", Some(Release::Returned)),
+        ("interrupted-journal", Some(Release::Interrupted)),
+    ] {
+        let lease = begin(name, fingerprint, OnCrash::Fail).await;
+        assert_eq!(store.append(&lease, &one_step()).await.unwrap(), Verdict::Applied);
+        if let Some(release) = release {
+            assert_eq!(store.release(&lease, release).await.unwrap(), Verdict::Applied);
+        }
+        let state = release.map_or(pending(OnCrash::Fail), Release::state);
+        show(name, with_journal(Record::after(&lease, state), one_step())).await;
     }
     let lease = begin("reopened", None, OnCrash::Retry).await;
     assert_eq!(store.finish(&lease, &done()).await.unwrap(), Verdict::Applied);
@@ -216,6 +233,27 @@ async fn the_largest_item_fits_and_one_byte_more_is_refused_before_it_is_sent() 
         let put = raw().put_item().table_name(TABLE).set_item(Some(item.into_iter().collect())).send().await;
         assert!(put.is_err_and(|error| format!("{error:?}").contains("Item size")));
     }
+}
+
+/// A step whose entry did not fit would have an effect that no later attempt knows of.
+#[tokio::test]
+async fn a_step_beyond_the_item_size_is_refused_before_its_body() {
+    const LARGEST: usize = 392 * 1024;
+    let (store, wire) = wired("full-journal");
+    let body = async {
+        let attempt = current()?;
+        attempt.set_step_policy(StepPolicy::new().max_value_bytes(1 << 20));
+        // The rest of the journal has less room than the entries of one step may need.
+        attempt.step("fills").run(async |_| Ok::<_, Error>("x".repeat(LARGEST - 100))).await?;
+        wire.seen();
+        let refused = attempt.step("refused").run(async |_| -> Result<u8, Error> { panic!("the body ran") }).await;
+        assert_eq!(wire.seen(), [""; 0], "nothing was sent for the step");
+        refused
+    };
+    let error = Operation::new(&store, Key::new("test", "steps"), POLICY).run(body).await.unwrap_err();
+    let Error::Step { problem: StepProblem::JournalFull { max: LARGEST, .. }, .. } = error else { panic!("{error}") };
+
+    takes_its_largest_journal(&store, LARGEST).await;
 }
 
 #[tokio::test]
@@ -870,6 +908,19 @@ async fn a_refusal_without_the_item_makes_the_store_read_the_item() {
     let nonsense = REFUSED.replace('}', r#","Item":{"key":{"S":"x"},"state":{"N":"7"}}}"#);
     wire.script([Reply::Instead(400, nonsense)]);
     assert_eq!(store.reserve(&request(&store, "nonsense")).await.unwrap_err().kind(), StoreErrorKind::Corrupt);
+}
+
+#[tokio::test]
+async fn a_record_with_a_journal_of_a_later_format_is_left_unchanged() {
+    let (store, _) = wired("later-journal");
+    let lease = reserved(&store, "k").await;
+    assert_eq!(store.append(&lease, &one_step()).await.unwrap(), Verdict::Applied);
+    let name = "later-journal:1/test/k";
+    let mut later = item(&raw(), name).await;
+    later.insert("format".to_owned(), AttributeValue::N("2".to_owned()));
+    raw().put_item().table_name(TABLE).set_item(Some(later.clone().into_iter().collect())).send().await.unwrap();
+    is_of_a_later_format(&store, "k").await;
+    assert_eq!(item(&raw(), name).await, later);
 }
 
 #[tokio::test]

@@ -470,6 +470,21 @@ fn the_lines_that_axum_payments_prints_are_those_of_the_page_about_http() {
     assert!(page.contains(&format!("```sh\n{lines}```\n")), "docs/http.md does not contain these lines:\n{lines}");
 }
 
+#[test]
+fn the_page_about_steps_counts_the_lines_of_its_application() {
+    let lines = |name: &str| {
+        let program = read(&root().join("examples/document_index").join(name));
+        let counts = |line: &&str| !line.trim().is_empty() && !line.starts_with("//!");
+        program.lines().filter(counts).map(str::to_owned).collect::<Vec<_>>()
+    };
+    let (plain, durable) = (lines("plain.rs"), lines("durable.rs"));
+    let changed = durable.iter().filter(|line| !plain.contains(line)).count();
+    let page = read(&root().join("docs/steps.md")).replace('\n', " ");
+    for count in [format!("Rust has {} lines in", plain.len()), format!("adds or changes {changed} lines")] {
+        assert!(page.contains(&count), "docs/steps.md does not contain `{count}`");
+    }
+}
+
 /// Sentences of a page, or of the comments in a source, without code.
 fn sentences(text: &str, is_page: bool) -> Vec<String> {
     let (mut paragraphs, mut is_code) = (vec![String::new()], false);

@@ -23,12 +23,17 @@ use idem_runtime::{
     current, observe,
 };
 use idem_tests::Reopen as _;
-use idem_tests::calls::{Confirming, LEASE, POLICY, TRACEPARENT, call, done, publish, request, reserved, wins};
+use idem_tests::calls::{
+    Confirming, LEASE, POLICY, TRACEPARENT, call, done, is_of_a_later_format, kept, one_step, publish, request,
+    reserved, wins,
+};
 use idem_tests::natural;
 use idem_tests::polls::poll_once;
 use idem_tests::postgres::{PgBouncer, PostgresServer, quoted, raw, shared, shared_schema, write_nonsense};
 use idem_tests::proxy::{Line, Proxy};
-use idem_tests::race::{Orders, Race};
+use idem_tests::race::Race;
+use idem_tests::statement_about_journals;
+use idem_tests::tls::Certificate;
 use tokio::runtime::{Builder, Runtime};
 use tokio_postgres::{AsyncMessage, Client, NoTls};
 
@@ -363,6 +368,7 @@ async fn the_stored_form_is_pinned() {
         ("failed", None, Finish::Failed(stored)),
         ("too-large", None, Finish::Completed(StoredResult::TooLarge { size: 300_000 })),
         ("unencodable", None, Finish::Completed(StoredResult::Unencodable)),
+        ("completed-kept-journal", None, Finish::Completed(kept())),
     ];
     for (name, fingerprint, finish) in finishes {
         let lease = wins(&store, &fixed(name, fingerprint, OnCrash::Fail)).await;
@@ -386,6 +392,18 @@ async fn the_stored_form_is_pinned() {
     assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
     let again = fixed("second-attempt", None, OnCrash::Retry);
     wins(&store, &again.owner(OwnerToken::from_bytes(*b"fedcba9876543210"))).await;
+    // Unfinished records with a journal.
+    for (name, end) in [
+        ("pending-journal", None),
+        ("released-journal", Some(Release::Returned)),
+        ("interrupted-journal", Some(Release::Interrupted)),
+    ] {
+        let lease = wins(&store, &fixed(name, Some(0x5a), OnCrash::Fail)).await;
+        assert_eq!(store.append(&lease, &one_step()).await.unwrap(), Verdict::Applied);
+        if let Some(release) = end {
+            assert_eq!(store.release(&lease, release).await.unwrap(), Verdict::Applied);
+        }
+    }
 
     // The rows are compared without their times, and with the retention as a difference of two times.
     let rows = format!(
@@ -476,6 +494,25 @@ async fn marks_share_a_statement_and_a_damaged_record_fails_no_other() {
             assert_eq!(found.revision(), seen[n], "a mark is no other change: {n}");
         }
     }
+}
+
+#[tokio::test]
+async fn a_record_with_a_journal_of_a_later_format_is_left_unchanged() {
+    let (store, raw, table) = open().await;
+    let lease = reserved(&store, "k").await;
+    assert_eq!(store.append(&lease, &one_step()).await.unwrap(), Verdict::Applied);
+    let bytes = i64::try_from(one_step().bytes().len()).unwrap();
+    // The runbook has this statement for the tables of three stores.
+    let counted = raw.query_one(&statement_about_journals(&table), &[]).await.unwrap();
+    assert_eq!((counted.get::<_, &str>(0), counted.get::<_, i64>(1)), ("pending", 1));
+    assert_eq!((i64::from(counted.get::<_, i32>(2)), counted.get::<_, i64>(3)), (bytes, bytes));
+    raw.batch_execute(&format!("UPDATE {table} SET format = 2")).await.unwrap();
+    let text = async || -> String {
+        raw.query_one(&format!("SELECT string_agg(r::text, ',') FROM {table} AS r"), &[]).await.unwrap().get(0)
+    };
+    let before = text().await;
+    is_of_a_later_format(&store, "k").await;
+    assert_eq!(text().await, before);
 }
 
 #[tokio::test]
@@ -1277,14 +1314,9 @@ async fn ends_in_two_statements(code: &str) {
 #[test]
 fn a_store_refuses_a_server_with_an_untrusted_certificate() {
     let mut server = PostgresServer::start();
-    let made = Command::new("openssl")
-        .args(["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"])
-        .args(["-addext", "subjectAltName=DNS:localhost", "-addext", "basicConstraints=critical,CA:FALSE"])
-        .args(["-keyout", "-", "-out", "-"])
-        .output()
-        .expect("openssl runs; ./scripts/test installs it");
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    let both = server.file("data/both.pem", &made.stdout);
+    let certificate = Certificate::new();
+    let both = [certificate.file(), certificate.key()].map(|file| std::fs::read(file).unwrap()).concat();
+    server.file("data/both.pem", &both);
     let args = ["ssl=on", "ssl_cert_file=both.pem", "ssl_key_file=both.pem"];
     server.kill();
     server.set(&args);
@@ -1292,15 +1324,7 @@ fn a_store_refuses_a_server_with_an_untrusted_certificate() {
     tokio::runtime::Runtime::new().unwrap().block_on(async { drop(connect(&server.url()).await) });
     let race = |mode: &str, trusted: bool| {
         let url = format!("postgres://postgres@localhost:{}/postgres?sslmode={mode}", server.port());
-        let effects = server.folder().join("effects");
-        std::fs::write(&effects, "").unwrap();
-        let mut racer = Command::new(env!("CARGO_BIN_EXE_racer"));
-        racer.args(Orders::plain(format!("postgres {url} idem"), effects, 3).words());
-        // The store runs in another process, because trusted certificates come from environment variables.
-        if trusted {
-            racer.env("SSL_CERT_FILE", &both);
-        }
-        racer.output().unwrap()
+        certificate.race(env!("CARGO_BIN_EXE_racer"), format!("postgres {url} idem"), server.folder(), trusted)
     };
     let refused = race("require", false);
     let said = String::from_utf8_lossy(&refused.stderr);

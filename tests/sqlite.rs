@@ -24,11 +24,12 @@ use idem_runtime::store::{
     renew_all,
 };
 use idem_runtime::{
-    Error, InProgress, Key, OnCrash, Operation, SqliteStore, Store, StoreError, StoreErrorKind, observe,
+    Error, InProgress, Key, OnCrash, Operation, SqliteStore, Store, StoreError, StoreErrorKind, current, observe,
 };
 use idem_tests::Reopen as _;
 use idem_tests::calls::{
-    Confirming, LEASE, POLICY, TRACEPARENT, TTL, call, done, key, lease_of, publish, request, reserved, stored,
+    Confirming, LEASE, POLICY, TRACEPARENT, TTL, call, done, is_of_a_later_format, kept, key, lease_of, one_step,
+    publish, request, reserved, stored,
 };
 use idem_tests::natural;
 use idem_tests::race::{self, Race};
@@ -63,7 +64,7 @@ async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
     let fingerprint = Some(Fingerprint::from_bytes([0x5a; 32]));
     let result = stored(&br#"{"a":1}"#[..]);
     // Records in every state, with and without the optional fields.
-    let ends: [(&str, Option<Fingerprint>, End); 10] = [
+    let ends: [(&str, Option<Fingerprint>, End); 14] = [
         ("pending", None, None),
         ("pending-fingerprint", fingerprint, None),
         ("released", None, Some(Err(Release::Returned))),
@@ -74,6 +75,10 @@ async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
         ("failed", None, Some(Ok(Finish::Failed(result)))),
         ("too-large", None, Some(Ok(Finish::Completed(StoredResult::TooLarge { size: 300_000 })))),
         ("unencodable", None, Some(Ok(Finish::Completed(StoredResult::Unencodable)))),
+        ("pending-journal", fingerprint, None),
+        ("released-journal", None, Some(Err(Release::Returned))),
+        ("interrupted-journal", fingerprint, Some(Err(Release::Interrupted))),
+        ("completed-kept", None, Some(Ok(Finish::Completed(kept())))),
     ];
     let mut records = Vec::new();
     for (name, fingerprint, end) in ends {
@@ -86,6 +91,10 @@ async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
             None => request,
         };
         let lease = lease_of(store.reserve(&request).await);
+        let journal = name.ends_with("-journal").then(one_step);
+        if let Some(journal) = &journal {
+            assert_eq!(store.append(&lease, journal).await.unwrap(), Verdict::Applied);
+        }
         match &end {
             None => {}
             Some(Ok(finish)) => assert_eq!(store.finish(&lease, finish).await.unwrap(), Verdict::Applied),
@@ -93,6 +102,7 @@ async fn write_all(store: &SqliteStore) -> Vec<(Key, Record)> {
         }
         // The expected record is computed without the store.
         let mut record = Record::first(&request);
+        record.journal = journal;
         if name == "interrupted" {
             let found = store.inspect(&request.key).await.unwrap().expect("a record");
             let noted = Decision::break_lease(&request.key, &found).by("alice").reason("INC-7");
@@ -279,6 +289,34 @@ async fn tables_of_other_applications_and_later_releases_are_left_unchanged() {
         assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{table}: {error}");
         assert!(error.to_string().contains(words), "{table}: {error}");
     }
+}
+
+#[tokio::test]
+async fn a_record_with_a_journal_of_a_later_format_is_left_unchanged() {
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    let lease = reserved(&store, "k").await;
+    assert_eq!(store.append(&lease, &one_step()).await.unwrap(), Verdict::Applied);
+    let raw = raw(&folder.file());
+    raw.execute_batch("UPDATE idem_records SET format = 2").unwrap();
+    let before = dump(&raw);
+    is_of_a_later_format(&store, "k").await;
+    assert_eq!(dump(&raw), before);
+}
+
+/// The runbook has this statement for the tables of three stores.
+#[tokio::test]
+async fn a_statement_counts_the_unfinished_records_with_a_journal() {
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    write_all(&store).await;
+    let raw = raw(&folder.file());
+    let mut rows = raw.prepare(&idem_tests::statement_about_journals("idem_records")).unwrap();
+    let row = |row: &rusqlite::Row<'_>| Ok((row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?));
+    let rows: Vec<(String, i64, i64, i64)> = rows.query_map([], row).unwrap().map(Result::unwrap).collect();
+    let bytes = i64::try_from(one_step().bytes().len()).unwrap();
+    let expected = ["interrupted", "pending", "released"].map(|state| (state.to_owned(), 1, bytes, bytes));
+    assert_eq!(rows, expected);
 }
 
 #[tokio::test]
@@ -1562,6 +1600,49 @@ fn the_statements_about_natural_idempotency_do_what_their_page_says() {
     let prices = prices.query_map((), |row| Ok((row.get(0)?, row.get(1)?))).unwrap();
     assert_eq!(prices.collect::<Result<Vec<(i64, i64)>, _>>().unwrap(), natural::PRICES);
     assert_eq!(blocks.iter().filter(|block| block.is_idempotent).count(), 6);
+}
+
+/// Returns the number of transactions in the log. The last page of a transaction names the size of the database.
+fn commits_in(log: &Path) -> usize {
+    let log = fs::read(log).unwrap();
+    let number = |at: usize| u32::from_be_bytes(log[at..at + 4].try_into().unwrap());
+    let frame = 24 + number(8) as usize;
+    let (header, frames) = log.split_at(32);
+    let is_current = |frame: &&[u8]| frame[8..16] == header[16..24];
+    frames.chunks_exact(frame).take_while(is_current).filter(|frame| frame[4..8] != [0; 4]).count()
+}
+
+#[tokio::test]
+async fn entries_of_journals_share_commits() {
+    const HANDLERS: usize = 200;
+    let folder = Folder::new();
+    let store = open(&folder.file()).await;
+    // While a transaction reads, SQLite does not start the log anew.
+    let reader = raw(&folder.file());
+    let count = |connection: &Connection| -> i64 {
+        connection.query_row("SELECT count(*) FROM idem_records", [], |row| row.get(0)).unwrap()
+    };
+    reader.execute_batch("BEGIN").unwrap();
+    assert_eq!(count(&reader), 0);
+    let log = folder.path().join("records.db-wal");
+    let before = commits_in(&log);
+    let handlers = (0..HANDLERS).map(|n| {
+        let body = async move {
+            let attempt = current()?;
+            for name in ["charge", "reserve", "book"] {
+                attempt.step(name).run(async move |_| Ok::<_, Error>(n)).await?;
+            }
+            Ok::<_, Error>(n)
+        };
+        Operation::new(&store, Ok(key(&n.to_string())), POLICY).run(body)
+    });
+    for (n, result) in futures::future::join_all(handlers).await.into_iter().enumerate() {
+        assert_eq!(result.unwrap(), n);
+    }
+    let commits = commits_in(&log) - before;
+    assert!(store.metrics().prometheus_text().contains("op=\"append\"} 600\n"), "each entry is a write");
+    // Reservations and completions share commits, too: without shared entries there are more commits than entries.
+    assert!(commits < 3 * HANDLERS, "{commits} commits");
 }
 
 #[tokio::test]

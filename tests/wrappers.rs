@@ -9,13 +9,15 @@ use std::time::Duration;
 use idem_runtime::clock::ManualClock;
 use idem_runtime::codec::{CodecName, ResultProblem};
 use idem_runtime::key::Fingerprint;
+use idem_runtime::policy::StepPolicy;
 use idem_runtime::record::{Record, State, StoredResult};
 use idem_runtime::store::{
-    Finish, Lease, Release, Reservation, ReserveRequest, StoreFuture, Verdict, forward, renew_all,
+    Finish, JournalError, Lease, Release, Reservation, ReserveRequest, StepState, StoreFuture, Verdict, forward,
+    renew_all,
 };
 use idem_runtime::{
     Cached, Compressed, Disposition, Error, Json, Key, MemoryStore, Offloaded, OnStoreError, Operation, Outcome,
-    Policy, Store, observe,
+    Policy, Store, StoreExt, current, observe,
 };
 use idem_tests::Reopen as _;
 use idem_tests::polls::poll_once;
@@ -208,6 +210,16 @@ fn compositions(store: &dyn Store, objects: &Arc<dyn ObjectStore>) -> Vec<(&'sta
     ]
 }
 
+/// Returns each wrapper alone, and the [`compositions`].
+fn wrapped(store: &dyn Store, objects: &Arc<dyn ObjectStore>) -> Vec<(&'static str, Arc<dyn Store>)> {
+    let mut wrapped = compositions(store, objects);
+    wrapped.push(("cached", Arc::new(Cached::new(store.handle()))));
+    wrapped.push(("compressed", Arc::new(Compressed::options().above(0).wrap(store.handle()))));
+    let offloaded = Offloaded::options().above(0).wrap(store.handle(), Arc::clone(objects));
+    wrapped.push(("offloaded", Arc::new(offloaded)));
+    wrapped
+}
+
 #[tokio::test]
 async fn wrappers_compose_in_every_order() {
     let results = [vec![], b"1".to_vec(), vec![b'x'; 100], vec![b'x'; 200_000], noise(100), noise(100_000)];
@@ -282,6 +294,68 @@ async fn without_the_wrapper_a_result_is_an_error_of_another_codec() {
         }
         assert_eq!(world.call(&*store, POLICY, "again").await.0.unwrap(), result);
         assert_eq!(world.runs(), 1);
+    }
+}
+
+/// Runs the handler `call` with one step and a policy that keeps the journal. Returns its result.
+async fn call_with_a_kept_step(world: &World, store: &dyn Store) -> Result<String, Error> {
+    let operation = Operation::new(store, Ok(key("call")), POLICY);
+    let body = async {
+        let attempt = current()?;
+        attempt.set_step_policy(StepPolicy::new().keep());
+        let charge: u32 =
+            attempt.step("charge").run(async |_| Ok::<_, Error>(world.runs.fetch_add(1, Ordering::SeqCst) + 7)).await?;
+        Ok(format!("{charge}{}", "x".repeat(2000)))
+    };
+    operation.run(body).await
+}
+
+/// A kept journal is part of the stored value, so a wrapper that transforms the value also hides the journal. A reader
+/// without the wrapper must not get an empty list.
+#[tokio::test]
+async fn a_kept_journal_is_found_through_each_wrapper() {
+    let count = wrapped(&MemoryStore::new(), &(Arc::new(InMemory::new()) as _)).len();
+    for n in 0..count {
+        let world = World::new();
+        let (order, store) = wrapped(&world.store, &(Arc::new(InMemory::new()) as _)).swap_remove(n);
+        for _ in 0..3 {
+            assert_eq!(call_with_a_kept_step(&world, &*store).await.unwrap(), format!("7{}", "x".repeat(2000)));
+            let found = store.operator().inspect(&key("call")).await.unwrap().expect("a record");
+            let steps = found.steps().unwrap();
+            let [charge] = &steps[..] else { panic!("{order}: {steps:?}") };
+            assert_eq!((charge.name(), charge.state()), ("charge", StepState::Ended), "{order}");
+            // A value that became an object when its step was journaled stays there.
+            let codec = if order.contains("offloaded") { "idem:object" } else { "json" };
+            assert_eq!(charge.value().map(codec_of), Some(codec), "{order}");
+            assert_eq!(codec_of(payload(&found.record)), "json", "{order}: the result has no journal");
+        }
+        assert_eq!(world.runs(), 1, "{order}");
+
+        let raw = world.store.operator().inspect(&key("call")).await.unwrap().expect("a record");
+        let expected = match codec_of(payload(&raw.record)) {
+            "idem:zstd" => Err(JournalError::Compressed),
+            "idem:object" => Err(JournalError::Offloaded),
+            _ => Ok(1),
+        };
+        assert_eq!(raw.steps().map(|steps| steps.len()), expected, "{order}: without the wrapper");
+    }
+}
+
+/// The envelope of a wrapper names the codec of its content, so a reader without the wrapper can tell a result that has
+/// no journal. It can't if another wrapper has transformed the result before.
+#[tokio::test]
+async fn a_wrapped_result_without_a_journal_has_no_steps() {
+    let count = wrapped(&MemoryStore::new(), &(Arc::new(InMemory::new()) as _)).len();
+    for n in 0..count {
+        let world = World::new();
+        let (order, store) = wrapped(&world.store, &(Arc::new(InMemory::new()) as _)).swap_remove(n);
+        world.call(&*store, POLICY, &"x".repeat(2000)).await.0.unwrap();
+        let through = store.operator().inspect(&key("call")).await.unwrap().expect("a record");
+        assert_eq!(through.steps(), Ok(vec![]), "{order}");
+        let raw = world.store.operator().inspect(&key("call")).await.unwrap().expect("a record");
+        // The object holds a compressed result, or a reference to another object.
+        let hidden = order.contains("compressed, offloaded") || order == "compressed, cached, offloaded";
+        assert_eq!(raw.steps().is_err(), hidden || order == "offloaded twice", "{order}: {:?}", raw.steps());
     }
 }
 

@@ -334,20 +334,28 @@ async fn a_time_limit_leaves_the_effect_in_doubt() {
 #[tokio::test]
 async fn a_retried_step_runs_in_place_and_is_journaled_once() {
     let (world, effects) = (World::new(), Effects::default());
-    let backoff = Backoff::new(PAUSE, PAUSE);
+    let backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(3));
+    let runs = std::sync::Mutex::new(Vec::new());
     let body = async {
-        let started = world.clock.now();
-        let wire = wire()?.fail().timeout(PAUSE).retry(3, backoff);
-        let wired = wire.run(async |step| match effects.happen(step.child_key()) {
-            3 => Ok(3),
-            _ => Err(Error::NoAttempt),
+        let wire = wire()?.fail().timeout(PAUSE).retry(5, backoff);
+        let wired = wire.run(async |step| {
+            runs.lock().unwrap().push(world.clock.now());
+            match effects.happen(step.child_key()) {
+                5 => Ok(5),
+                _ => Err(Error::NoAttempt),
+            }
         });
-        let wired = wired.await?;
-        assert!(world.clock.now().saturating_since(started) >= PAUSE, "two pauses of at least half of `PAUSE`");
-        Ok(wired)
+        wired.await
     };
-    assert_eq!(world.call_of(body).await.unwrap(), 3);
+    assert_eq!(world.call_of(body).await.unwrap(), 5);
     assert_eq!(world.store.count(StoreCall::Append), 2);
+    // Each pause is at least half of its length, and the clock moves by 20 ms.
+    let runs = runs.into_inner().unwrap();
+    let pauses: Vec<_> = runs.windows(2).map(|pair| pair[1].saturating_since(pair[0]).as_millis()).collect();
+    for (pause, length) in pauses.iter().zip([1000, 2000, 3000, 3000]) {
+        assert!((length / 2..=length + 20).contains(pause), "{pauses:?}");
+    }
+    assert_eq!(pauses.len(), 4);
 }
 
 #[tokio::test]
@@ -485,6 +493,53 @@ async fn a_journaled_value_of_an_older_type_is_migrated() {
         charge.run(async |_| Ok::<_, Error>(String::new())).await
     };
     assert_eq!(world.call_of(body).await.unwrap(), "charge 7");
+}
+
+#[tokio::test]
+async fn a_journaled_value_of_another_type_is_refused_and_does_not_run_again() {
+    fn fails(_: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
+        Err("no such charge".into())
+    }
+    fn migrates_wrongly(_: Undecodable<'_>) -> Result<Vec<u8>, CodecError> {
+        Json::encode(&[1, 2])
+    }
+    let (world, effects) = (World::new(), Effects::default());
+    let first_version = async || {
+        let charge =
+            current()?.step("charge").run(async |step| Ok::<_, Error>(effects.happen(step.child_key()))).await?;
+        Err::<u32, _>(lost(Duration::from_secs(charge.into())))
+    };
+    assert!(matches!(world.call_of(first_version()).await, Err(Error::MessageLost { .. })));
+    let next_version = async |reaction| {
+        let body = async {
+            let charge = current()?.step("charge").on_undecodable(reaction);
+            charge.run(async |_| -> Result<String, Error> { unreachable!("the step has ended") }).await
+        };
+        let (ended, outcome) = observe(world.call_of(body)).await;
+        let error = ended.unwrap_err();
+        assert!(error.is_misconfigured(), "{error}");
+        assert!(matches!(outcome.disposition(), Disposition::Retry { .. }), "{outcome:?}");
+        let text = error.to_string();
+        match problem::<String>(Err(error)) {
+            StepProblem::ValueUnavailable { attempt: 1, problem, .. } => (*problem, text),
+            other => panic!("{other:?}"),
+        }
+    };
+    for _ in 0..2 {
+        let (problem, text) = next_version(OnUndecodable::Error).await;
+        assert!(matches!(problem, ResultProblem::Undecodable { .. }), "{problem}");
+        assert!(text.contains("`on_undecodable`"), "{text}");
+    }
+    let (problem, _) = next_version(OnUndecodable::Migrate(fails)).await;
+    assert!(
+        matches!(&problem, ResultProblem::MigrationFailed { source, .. } if source.to_string() == "no such charge")
+    );
+    let (problem, _) = next_version(OnUndecodable::Migrate(migrates_wrongly)).await;
+    assert!(matches!(problem, ResultProblem::MigratedUndecodable { .. }), "{problem}");
+    // A version that reads the value continues after the step.
+    let ended = world.call_of(first_version()).await;
+    assert!(matches!(ended, Err(Error::MessageLost { retry_after, .. }) if retry_after.as_secs() == 1), "{ended:?}");
+    assert_eq!(effects.count(), 1);
 }
 
 #[tokio::test]

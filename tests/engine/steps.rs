@@ -3,9 +3,10 @@
 use std::pin::Pin;
 use std::sync::Mutex;
 
+use idem_runtime::key::Fingerprint;
 use idem_runtime::operator::Resolution;
 use idem_runtime::policy::{Backoff, StepPolicy};
-use idem_runtime::step::StepProblem;
+use idem_runtime::step::{Step, StepProblem};
 use idem_runtime::store::{Journal, StepState};
 use idem_runtime::{MessagePack, Postcard, StoreExt as _};
 
@@ -239,9 +240,67 @@ async fn other_inputs_under_one_name_are_refused() {
     assert_eq!(value(fails(Some(7)).await), 7, "the same inputs");
     let other = fails(Some(8)).await;
     assert!(!other.is_misconfigured());
-    assert!(other.to_string().contains("with other inputs"), "{other}");
-    assert!(matches!(problem::<u32>(Err(other)), StepProblem::OtherInputs { attempt: 1, recorded: Some(_), .. }));
+    let of = |inputs: u32| Fingerprint::of(&inputs).unwrap();
+    let text = format!(
+        "attempt 1 ran the step with other inputs (fingerprint {}, now {}), and the step did not run again",
+        of(7).short(),
+        of(8).short()
+    );
+    assert!(other.to_string().contains(&text), "{other}");
+    match problem::<u32>(Err(other)) {
+        StepProblem::OtherInputs { attempt: 1, recorded: Some(recorded), presented, .. } => {
+            assert_eq!((*recorded, *presented), (of(7), of(8)));
+        }
+        other => panic!("{other:?}"),
+    }
     assert_eq!(value(fails(None).await), 7, "a step without inputs takes the value");
+}
+
+#[tokio::test]
+async fn inputs_of_a_step_that_was_journaled_without_inputs_are_refused() {
+    let (world, effects) = (World::new(), Effects::default());
+    let body = async {
+        current()?.step("charge").run(async |step| effects.charge(step.child_key()).await).await?;
+        Err::<u32, _>(lost(Duration::from_secs(1)))
+    };
+    assert!(matches!(world.run(body).await, Err(Error::MessageLost { .. })));
+    let body = async {
+        let charge = current()?.step("charge").fingerprint(&7);
+        charge.run(async |_| Ok::<_, Error>(unreachable_value())).await
+    };
+    let refused = world.run(body).await.unwrap_err();
+    let presented = Fingerprint::of(&7).unwrap();
+    let text = format!("(fingerprint no inputs, now {})", presented.short());
+    assert!(refused.to_string().contains(&text), "{refused}");
+    match problem::<u32>(Err(refused)) {
+        StepProblem::OtherInputs { attempt: 1, recorded: None, presented: found, .. } => assert_eq!(*found, presented),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A value of this type does not encode, and can't be hashed.
+#[derive(Deserialize)]
+struct Unwritable;
+
+impl Serialize for Unwritable {
+    fn serialize<S: serde::Serializer>(&self, _: S) -> Result<S::Ok, S::Error> {
+        Err(serde::ser::Error::custom("not writable"))
+    }
+}
+
+#[tokio::test]
+async fn a_step_whose_inputs_cannot_be_hashed_does_not_run() {
+    let world = World::new();
+    let body = async {
+        let charge = current()?.step("charge").fingerprint(&Unwritable);
+        charge.run(async |_| Ok::<_, Error>(unreachable_value())).await
+    };
+    let refused = world.run(body).await.unwrap_err();
+    assert!(!refused.is_misconfigured() && !refused.is_uncertain(), "{refused}");
+    assert!(refused.to_string().contains("not writable"), "{refused}");
+    assert!(std::error::Error::source(&refused).is_some());
+    assert!(matches!(problem::<u32>(Err(refused)), StepProblem::InvalidInputs(_)));
+    assert_eq!(world.store.count(StoreCall::Append), 0);
 }
 
 #[tokio::test]
@@ -270,8 +329,20 @@ async fn names_are_checked_before_the_body_runs() {
             let refused = attempt.step(name).run(async |_| Ok::<_, Error>(unreachable_value())).await;
             assert!(matches!(problem(refused), StepProblem::InvalidName), "{name:?}");
         }
+        for name in ["", " ", "idem:x", "a[b", long.as_str()] {
+            let renamed = || attempt.step("charge").was(name);
+            for refused in [
+                renamed().run(async |_| Ok::<_, Error>(unreachable_value())).await,
+                renamed().fail().run(async |_| Ok::<_, Error>(unreachable_value())).await,
+            ] {
+                assert!(matches!(problem(refused), StepProblem::InvalidName), "formerly {name:?}");
+            }
+        }
         let refused = attempt.step(("a[b", "c")).run(async |_| Ok::<_, Error>(unreachable_value())).await;
         assert!(matches!(problem(refused), StepProblem::InvalidName));
+        let refused = attempt.step("charge").was(("a[b", "c")).run(async |_| Ok::<_, Error>(unreachable_value())).await;
+        assert!(matches!(problem(refused), StepProblem::InvalidName));
+        assert_eq!(world.store.count(StoreCall::Append), 0);
         attempt.step(("a", "b[c]")).run(async |_| Ok::<_, Error>(1)).await
     };
     assert_eq!(world.run(body).await.unwrap(), 1);
@@ -303,6 +374,68 @@ async fn a_value_that_is_too_large_is_journaled_without_it_and_never_runs_twice(
         assert!(matches!(refused, StepProblem::ValueUnavailable { attempt: 1, .. }), "{refused}");
     }
     assert_eq!(effects.count(), 1);
+}
+
+#[tokio::test]
+async fn a_value_that_does_not_encode_is_journaled_as_ended_and_never_runs_twice() {
+    let (world, effects) = (World::new(), Effects::default());
+    let call = async || {
+        let body = async {
+            let step = current()?.step("export");
+            let exported = step.run(async |step| effects.charge(step.child_key()).await.map(|_| Unwritable));
+            let Unwritable = exported.await?;
+            Err::<u32, _>(lost(Duration::from_secs(1)))
+        };
+        world.run(body).await
+    };
+    assert!(matches!(call().await, Err(Error::MessageLost { .. })), "this attempt has the value");
+    let steps = world.journal().await.unwrap().steps().unwrap();
+    assert_eq!((steps[0].name(), steps[0].state()), ("export", StepState::Ended));
+    for _ in 0..2 {
+        match problem(call().await) {
+            StepProblem::ValueUnavailable { attempt: 1, problem, .. } => {
+                assert!(matches!(*problem, ResultProblem::Unencodable), "{problem}");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(effects.count(), 1);
+}
+
+/// The effect has happened, and no entry says so.
+#[tokio::test]
+async fn a_value_whose_encoding_panics_leaves_the_effect_in_doubt() {
+    #[derive(Debug, Deserialize)]
+    struct Bomb;
+    impl Serialize for Bomb {
+        fn serialize<S: serde::Serializer>(&self, _: S) -> Result<S::Ok, S::Error> {
+            panic!("expected by the test")
+        }
+    }
+    for fails in [false, true] {
+        let (world, effects) = (World::new(), Effects::default());
+        let body = async {
+            let step = current()?.step("export");
+            let exports = async |step: Step| effects.charge(step.child_key()).await.map(|_| Bomb);
+            let Bomb = if fails { step.fail().run(exports).await? } else { step.run(exports).await? };
+            Ok(0_u32)
+        };
+        let (ended, outcome) = observe(world.run(body)).catch_panics().await;
+        assert!(matches!(ended, Err(Error::Panicked { .. })), "{ended:?}");
+        assert_eq!((outcome.steps_in_doubt(), outcome.uncertain()), (1, true), "{outcome:?}");
+        settle().await;
+        let body = async {
+            let step = current()?.step("export");
+            let exports = async |step: Step| effects.charge(step.child_key()).await;
+            if fails { step.fail().run(exports).await } else { step.run(exports).await }
+        };
+        let again = world.run(body).await;
+        match fails {
+            true => assert!(matches!(problem(again), StepProblem::Interrupted { attempt: 1, .. })),
+            false => assert_eq!(again.unwrap(), 2, "the body runs again"),
+        }
+        assert_eq!(effects.count(), if fails { 1 } else { 2 });
+    }
 }
 
 #[tokio::test]
@@ -572,6 +705,61 @@ async fn a_policy_limits_the_steps_the_values_and_the_journal() {
         Ok(0_u32)
     };
     world.run(body).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_journal_has_a_mebibyte_by_default() {
+    const MAX: usize = 1024 * 1024;
+    let world = World::new();
+    let body = async {
+        let attempt = current()?;
+        for at in 0..4 {
+            attempt.step(("fits", at)).run(async |_| Ok::<_, Error>("x".repeat(255 * 1024))).await?;
+        }
+        attempt.step("rest").run(async |_| Ok::<_, Error>("x".repeat(10 * 1024))).await?;
+        for at in 0.. {
+            let ended = attempt.step(("small", at)).run(async |_| Ok::<_, Error>("x".repeat(100))).await;
+            if ended.is_err() {
+                assert!(matches!(problem(ended), StepProblem::JournalFull { max: MAX, .. }));
+                break;
+            }
+        }
+        Err::<u32, _>(lost(Duration::from_secs(1)))
+    };
+    assert!(matches!(world.run(body).await, Err(Error::MessageLost { .. })));
+    let length = world.journal().await.unwrap().bytes().len();
+    assert!(length <= MAX && length > MAX - 100, "{length}");
+    let body = async {
+        let attempt = current()?;
+        for at in 0..4 {
+            let fits = attempt.step(("fits", at)).run(async |_| Ok::<_, Error>(String::new())).await?;
+            assert_eq!(fits.len(), 255 * 1024);
+        }
+        let rest = attempt.step("rest").run(async |_| Ok::<_, Error>(String::new())).await;
+        assert!(matches!(problem(rest), StepProblem::ValueUnavailable { attempt: 1, .. }), "no room for the value");
+        Ok(0_u32)
+    };
+    world.run(body).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_journal_has_8000_entries_at_most_whatever_its_policy_allows() {
+    let world = World::new();
+    let body = async {
+        let attempt = current()?;
+        attempt.set_step_policy(StepPolicy::new().max_steps(usize::MAX));
+        let steps = (0..8000).map(|at| {
+            attempt.step(("line", at)).run(async |_| {
+                yields(1).await;
+                Ok::<_, Error>(())
+            })
+        });
+        futures::future::try_join_all(steps).await?;
+        attempt.step("last").run(async |_| Ok::<_, Error>(unreachable_value())).await
+    };
+    let refused = world.run(body).await.unwrap_err();
+    assert!(refused.is_misconfigured(), "{refused}");
+    assert!(matches!(problem::<u32>(Err(refused)), StepProblem::TooMany { max: 8000, .. }));
 }
 
 /// The body of a step runs only if the journal has room for its entries, so no effect is without an entry.

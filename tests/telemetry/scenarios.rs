@@ -425,6 +425,22 @@ pub(crate) static SCENARIOS: &[Scenario] = &[
         counts: &[("idem_uncertain_total", "kind", "reported"), ("idem_steps_total", "outcome", "in_doubt")],
     },
     Scenario {
+        name: "a journaled step that a later attempt does not reach",
+        run: run!(|world| {
+            let body = async {
+                current()?.step("charge").run(async |_| Ok::<_, Error>(7_u32)).await?;
+                Err::<u32, _>(Error::from(missing()))
+            };
+            world.operation(POLICY).run(body).await.unwrap_err();
+            world.call(POLICY).await.unwrap();
+        }),
+        outcome: "executed",
+        disposition: Some("ack"),
+        events: &[("WARN", "an earlier attempt has journaled the step, and this attempt has not reached it")],
+        counts: &[("idem_steps_total", "outcome", "ran")],
+        ..PLAIN
+    },
+    Scenario {
         name: "too many attempts",
         run: run!(|world| {
             let once = POLICY.max_attempts(1);

@@ -2,8 +2,8 @@
 
 use idem_runtime::codec::{CodecName, ResultProblem};
 use idem_runtime::record::{Record, StoredResult};
-use idem_runtime::store::{Finish, Verdict};
-use idem_runtime::{Compressed, Error, Store as _, StoreErrorKind};
+use idem_runtime::store::{Finish, JournalError, Verdict};
+use idem_runtime::{Compressed, Error, Store as _, StoreErrorKind, StoreExt as _};
 use idem_tests::{Fault, StoreCall};
 
 use super::{POLICY, World, bytes_of, codec_of, completed, hex, kept, key, noise, payload, reason_of, stored, unhex};
@@ -191,6 +191,8 @@ async fn a_damaged_result_never_runs_again() {
         assert_eq!(world.store.finish(&lease, &envelope(&damaged)).await.unwrap(), Verdict::Applied);
         let store = Compressed::new(world.store.clone());
         world.has_no_result(&store, why).await;
+        let found = store.operator().inspect(&key("call")).await.unwrap().expect("a record");
+        assert_eq!(found.steps(), Err(JournalError::UnreadableResult), "the result may have had a journal");
         assert_eq!(world.runs(), 0);
     }
 }
