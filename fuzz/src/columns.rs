@@ -1,4 +1,4 @@
-//! Records in columns, as SQLite, PostgreSQL and DynamoDB store them.
+//! Records in columns, as SQLite, PostgreSQL, MySQL and DynamoDB store them.
 //!
 //! An input is a record and values of any type that overwrite some of its columns. This module implements the layout of
 //! the columns again, so that a mistake in the library is not repeated here.
@@ -7,11 +7,12 @@ use std::collections::HashMap;
 
 use aws_sdk_dynamodb::primitives::Blob;
 use aws_sdk_dynamodb::types::AttributeValue;
-use idem_runtime::__stored::{Cells, meet_row, read_item, read_row};
+use idem_runtime::__stored::{Cells, meet_row, read_item, read_mysql_row, read_row};
 use idem_runtime::record::format::FormatError;
 use idem_runtime::record::{Admission, Record, State, StoredResult};
 use idem_runtime::store::{Inspection, Reservation, ReserveRequest};
 use idem_runtime::{OnCrash, StoreError, StoreErrorKind};
+use mysql_async::Value as MySqlValue;
 use rusqlite::Connection;
 use rusqlite::types::Value;
 use tokio_postgres::types::{FromSql, Type};
@@ -185,11 +186,14 @@ pub fn columns_as_stored(data: &[u8]) {
 
     let sqlite = sqlite(&row, &request(&mut input), now);
     let postgres = postgres(&row, mangled);
+    let [mysql, mysql_of_texts] = [false, true].map(|as_texts| mysql(&row, as_texts));
     let dynamo = dynamo(&row);
 
     let of_the_right_types = row.iter().enumerate().all(|(at, cell)| cell.fits(at));
     if of_the_right_types {
         assert_eq!(postgres, dynamo, "{row:?}");
+        assert_eq!(mysql, dynamo, "{row:?}");
+        assert_eq!(mysql_of_texts, dynamo, "{row:?}");
         if let Ok(sqlite) = sqlite {
             assert_eq!(sqlite, dynamo, "{row:?}");
         }
@@ -198,9 +202,10 @@ pub fn columns_as_stored(data: &[u8]) {
         assert_eq!(dynamo.as_ref(), Some(&written));
     }
     // A record that is read from altered columns must be unchanged after it is written into columns and read again.
-    for record in [postgres, dynamo].into_iter().flatten() {
+    for record in [postgres, mysql, mysql_of_texts, dynamo].into_iter().flatten() {
         let row = columns(&record, lapses_at, expires_at);
         assert_eq!(self::postgres(&row, false).as_ref(), Some(&record));
+        assert_eq!(self::mysql(&row, false).as_ref(), Some(&record));
         assert_eq!(self::dynamo(&row).as_ref(), Some(&record));
     }
 }
@@ -330,6 +335,34 @@ fn postgres(row: &Columns, mangled: bool) -> Option<Record> {
             None
         }
     }
+}
+
+// ---- MySQL
+// -----------------------------------------------------------------------------------------------------------
+
+/// Reads a row as MySQL stores it. With `as_texts`, numbers are texts, as in the answer to a statement that is not
+/// prepared.
+fn mysql(row: &Columns, as_texts: bool) -> Option<Record> {
+    let value = |cell: &Cell| match cell {
+        Cell::Null => MySqlValue::NULL,
+        Cell::Bool(flag) if as_texts => MySqlValue::Bytes(u8::from(*flag).to_string().into_bytes()),
+        Cell::Bool(flag) => MySqlValue::Int((*flag).into()),
+        Cell::Int(n) if as_texts => MySqlValue::Bytes(n.to_string().into_bytes()),
+        Cell::Int(n) => MySqlValue::Int(*n),
+        Cell::Real(n) => MySqlValue::Double(*n),
+        Cell::Text(text) => MySqlValue::Bytes(text.clone().into_bytes()),
+        Cell::Blob(bytes) => MySqlValue::Bytes(bytes.clone()),
+    };
+    let column = |name: &str| value(&row[NAMES.iter().position(|it| *it == name).expect("a column")]);
+    let mut values: Vec<_> = row[..=EXPIRES_AT].iter().map(value).collect();
+    // `listed_at`.
+    values.push(MySqlValue::Int(0));
+    values.extend(
+        ["began_at", "traceparent", "decided_by", "decided_reason", "begun", "holder", "first_seen_at"].map(column),
+    );
+    // The key, the length of the result, and the server's time.
+    values.extend([MySqlValue::Bytes(b"1/fuzz/key".to_vec()), MySqlValue::NULL, MySqlValue::Int(0)]);
+    corrupt(read_mysql_row(values)).map(|found| found.record)
 }
 
 // ---- DynamoDB

@@ -11,13 +11,14 @@ pub mod fingerprints;
 mod input;
 pub mod journals;
 pub mod keys;
+pub mod messages;
 pub mod record;
 
 /// Name and function of a target. The corpus and the program of a target have the target's name.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// All targets.
-pub const TARGETS: [Target; 8] = [
+pub const TARGETS: [Target; 9] = [
     ("bodies", bodies::bodies),
     ("codecs", codecs::codecs),
     ("columns", columns::columns_as_stored),
@@ -25,5 +26,6 @@ pub const TARGETS: [Target; 8] = [
     ("fingerprints", fingerprints::fingerprints),
     ("journals", journals::journals),
     ("keys", keys::keys),
+    ("messages", messages::messages),
     ("record", record::record),
 ];
