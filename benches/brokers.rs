@@ -1,5 +1,6 @@
 //! Measures the whole loop of a consumer with `#[idempotent]`, including the work of the broker, compared with the same
-//! loop without the attribute.
+//! loop without the attribute. The limit is the loop with records by hand: a reservation and a completion by the client
+//! that is the limit of the bench `redis`.
 //!
 //! A round publishes messages, which is not measured, and then consumes and acknowledges all of them. Records are in a
 //! separate Redis. There are two handlers: one does nothing, so its lines show every cost of the library; the other
@@ -20,7 +21,8 @@ use std::time::{Duration, Instant};
 
 use async_nats::jetstream::{self, consumer::pull, stream};
 use futures::{Stream, StreamExt as _, stream as futures_stream};
-use idem_benches::{Goal, Receipt, Table, alternate, is_wanted, paced, sized, thousands_per_second};
+use idem_benches::by_hand::pipelined::Pipelined;
+use idem_benches::{Goal, Receipt, Sides, Table, alternate, is_wanted, paced, sized, thousands_per_second};
 use idem_runtime::{Error, MemoryStore, Policy, RedisStore, idempotent, observe};
 use idem_tests::server::{Kind, RedisServer, free_port};
 use lapin::options::{
@@ -42,7 +44,15 @@ struct App {
     store: RedisStore,
     /// Redis that the handler writes to; `None` if the handler has no effect.
     effects: Option<MultiplexedConnection>,
-    is_protected: bool,
+    records: Records,
+}
+
+/// Records of a consumer.
+#[derive(Clone)]
+enum Records {
+    None,
+    ByHand(Pipelined),
+    Idem,
 }
 
 impl App {
@@ -56,9 +66,14 @@ impl App {
     /// Handles a message. Returns once the message can be acknowledged.
     async fn handle(&self, payload: &[u8]) {
         let order = serde_json::from_slice(payload).expect("a number");
-        match self.is_protected {
-            true => drop(ship(self, order).await.expect("ships")),
-            false => drop(self.effect(order).await),
+        match &self.records {
+            Records::None => drop(self.effect(order).await),
+            // The effect comes before the reservation, because the handler by hand is no future; the cost is equal.
+            Records::ByHand(records) => {
+                let receipt = self.effect(order).await;
+                drop(records.run(order, || receipt).await);
+            }
+            Records::Idem => drop(ship(self, order).await.expect("ships")),
         }
     }
 }
@@ -293,8 +308,9 @@ fn main() {
     let runtime = runtime.expect("a runtime can be built");
     let store = runtime.block_on(RedisStore::connect(&records.url())).expect("connects");
     let effects = runtime.block_on(records.raw());
+    let by_hand = runtime.block_on(Pipelined::connect(&format!("127.0.0.1:{}", records.port())));
 
-    let table = Table::new("Consumers", "thousand messages a second", "times its throughput");
+    let table = Table::with_limit("Consumers", "thousand messages a second", "times its throughput");
     // Each line of the table shows one of the two handlers, with 1 message or 64 messages in flight.
     let compare = |name: &str, broker: &dyn Fn(&App, u64, usize) -> Duration| {
         for (what, effects) in [("that does nothing", None), ("that writes once", Some(effects.clone()))] {
@@ -303,21 +319,23 @@ fn main() {
                 if !is_wanted(&line) {
                     continue;
                 }
-                let side = |is_protected| {
-                    let app = App { store: store.clone(), effects: effects.clone(), is_protected };
+                let side = |records| {
+                    let app = App { store: store.clone(), effects: effects.clone(), records };
                     let measure = move |count| {
                         thousands_per_second(broker(&app, count, in_flight), usize::try_from(count).expect("few"))
                     };
                     paced(Duration::from_millis(sized(400, 20)), sized(least, 20), measure)
                 };
-                let (mut without, mut with) = (side(false), side(true));
-                let [raw, idem] = alternate(sized(15, 1), [&mut without, &mut with]);
+                let mut sides = [Records::None, Records::ByHand(by_hand.clone()), Records::Idem].map(side);
+                let [raw, limit, idem] =
+                    alternate(sized(15, 1), sides.each_mut().map(|side| side as &mut dyn FnMut() -> f64));
                 // The records of all rounds together would fill the memory.
                 runtime.block_on(async {
                     let flushed = redis::cmd("FLUSHDB").arg("ASYNC").exec_async(&mut records.raw().await).await;
                     flushed.expect("flushes");
                 });
-                table.line(&line, &raw, &idem, |idem, raw| idem / raw, goal);
+                let sides = Sides { raw: &raw, limit: Some(&limit), idem: &idem };
+                table.sides(&line, &sides, |idem, raw| idem / raw, goal);
             }
         }
     };

@@ -16,9 +16,9 @@
 //!   for its end. The calls of the store are counted, and the bench fails if a duplicate costs more than one call.
 //!
 //! A round has a duration, not a number of calls, so the bench takes some 6 minutes on any machine. DynamoDB is an
-//! emulator here, without optimisation and with one request at a time: its figures show the speed of the emulator. The
-//! part for DynamoDB needs `--features dynamodb`, and `IDEM_TEST_DYNOXIDE`; the part for NATS needs `--features nats`,
-//! and `IDEM_TEST_NATS`.
+//! emulator here, with little optimisation and with one request at a time: its figures show the speed of the emulator.
+//! The part for DynamoDB needs `--features dynamodb`, and `IDEM_TEST_DYNOXIDE`; the part for NATS needs `--features
+//! nats`, and `IDEM_TEST_NATS`; the part for MariaDB needs `--features mysql`.
 
 #![allow(clippy::cast_precision_loss)] // Counts and times of a run are far below 2^52.
 #![allow(clippy::disallowed_methods, reason = "a bench measures real time")]
@@ -30,7 +30,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use idem_benches::by_hand::{new_orders, postgres, redis, share, sqlite};
+use idem_benches::by_hand::{SqlByHand, new_orders, postgres, redis, share, sqlite};
 use idem_benches::{
     Goal, Receipt, Samples, Table, alternate, alternate_all, is_wanted, paced, sized, thousands_per_second, timed,
 };
@@ -51,7 +51,8 @@ use tokio::runtime::Runtime;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
-const STORES: [&str; 7] = ["Memory", "SQLite", "Redis", "Redis Cluster", "PostgreSQL", "NATS", "DynamoDB (emulator)"];
+const STORES: [&str; 8] =
+    ["Memory", "SQLite", "Redis", "Redis Cluster", "PostgreSQL", "MariaDB", "NATS", "DynamoDB (emulator)"];
 const TASKS: [u64; 3] = [1, 64, 1024];
 /// Number of orders that are shipped before the measurement, and whose results are then replayed.
 const SHIPPED: u64 = 1000;
@@ -179,6 +180,8 @@ enum Raw {
     /// Redis: two hand-written clients, one with the default socket, and one with `TCP_NODELAY`.
     Redis([redis::ByHand; 2]),
     Postgres(Vec<Arc<postgres::ByHand>>),
+    #[cfg(feature = "mysql")]
+    MySql(Vec<Arc<idem_benches::by_hand::mysql::ByHand>>),
     Sqlite,
     #[cfg(feature = "nats")]
     Nats(idem_benches::by_hand::nats::ByHand),
@@ -286,6 +289,24 @@ impl Subject {
         Self { raw: Raw::Postgres(raw), ..Self::new("PostgreSQL", runtime, stores, server) }
     }
 
+    #[cfg(feature = "mysql")]
+    fn mariadb() -> Self {
+        use idem_benches::by_hand::mysql::ByHand;
+        use idem_runtime::MySqlStore;
+        let (server, runtime) = (idem_tests::mysql::MySqlServer::start(), runtime());
+        let url = server.url();
+        let (stores, raw) = runtime.block_on(async {
+            let open = async || MySqlStore::options().ensure_schema().connect(&url).await.expect("connects").handle();
+            let stores = [open().await, open().await];
+            let raw = ByHand::connections(&url, sized(256, 64)).await;
+            for order_id in HELD_FROM..HELD_FROM + HELD {
+                assert_eq!(raw[0].reserve(order_id).await, 1);
+            }
+            (stores, raw)
+        });
+        Self { raw: Raw::MySql(raw), ..Self::new("MariaDB", runtime, stores, server) }
+    }
+
     #[cfg(feature = "nats")]
     fn nats() -> Self {
         use idem_benches::by_hand::nats::ByHand;
@@ -380,7 +401,7 @@ impl Subject {
         self.rate(count, calls)
     }
 
-    fn raw_postgres(&self, raw: &[Arc<postgres::ByHand>], work: Work, tasks: u64, count: u64) -> f64 {
+    fn raw_sql(&self, raw: &[Arc<impl SqlByHand>], work: Work, tasks: u64, count: u64) -> f64 {
         let new = new_orders(count).start;
         let calls = share(tasks, count, |task, calls| {
             let raw = Arc::clone(&raw[usize::try_from(task).expect("few") % raw.len()]);
@@ -519,7 +540,9 @@ impl Subject {
                 Box::new(move |count| self.raw_redis(default, work, tasks, count)),
                 Box::new(move |count| self.raw_redis(nodelay, work, tasks, count)),
             ],
-            Raw::Postgres(raw) => vec![Box::new(move |count| self.raw_postgres(raw, work, tasks, count))],
+            Raw::Postgres(raw) => vec![Box::new(move |count| self.raw_sql(raw, work, tasks, count))],
+            #[cfg(feature = "mysql")]
+            Raw::MySql(raw) => vec![Box::new(move |count| self.raw_sql(raw, work, tasks, count))],
             #[cfg(feature = "nats")]
             Raw::Nats(raw) => vec![Box::new(move |count| self.raw_nats(raw, work, tasks, count))],
             Raw::Sqlite => vec![Box::new(move |count| self.raw_sqlite(work, tasks, count))],
@@ -605,7 +628,13 @@ impl Subject {
                 };
                 idem();
                 let rounds = sized(7, 1);
-                if let Raw::Redis(_) | Raw::Postgres(_) = &self.raw {
+                let is_compared = match &self.raw {
+                    Raw::Redis(_) | Raw::Postgres(_) => true,
+                    #[cfg(feature = "mysql")]
+                    Raw::MySql(_) => true,
+                    _ => false,
+                };
+                if is_compared {
                     let mut raw = || self.raw_result(work, next(), count, &page);
                     let [raw, idem] = alternate(rounds, [&mut raw, &mut idem]);
                     table.line(&name, &raw, &idem, |idem, raw| idem / raw, Goal::None);
@@ -662,23 +691,27 @@ impl Subject {
                 });
                 self.rate(count, calls)
             }
-            Raw::Postgres(raw) => {
-                let calls = share(16, count, |task, calls| {
-                    let raw = Arc::clone(&raw[usize::try_from(task).expect("few")]);
-                    let page = Arc::clone(page);
-                    async move {
-                        for order_id in calls.map(|n| first + n) {
-                            match work {
-                                Work::FirstRun => drop(raw.run(order_id, || (*page).to_owned()).await),
-                                _ => assert!(raw.replay(order_id).await.len() > page.len()),
-                            }
-                        }
-                    }
-                });
-                self.rate(count, calls)
-            }
+            Raw::Postgres(raw) => self.raw_sql_result(raw, work, first, count, page),
+            #[cfg(feature = "mysql")]
+            Raw::MySql(raw) => self.raw_sql_result(raw, work, first, count, page),
             Raw::None | Raw::Sqlite => unreachable!("not compared"),
         }
+    }
+
+    fn raw_sql_result(&self, raw: &[Arc<impl SqlByHand>], work: Work, first: u64, count: u64, page: &Arc<str>) -> f64 {
+        let calls = share(16, count, |task, calls| {
+            let raw = Arc::clone(&raw[usize::try_from(task).expect("few")]);
+            let page = Arc::clone(page);
+            async move {
+                for order_id in calls.map(|n| first + n) {
+                    match work {
+                        Work::FirstRun => drop(raw.run(order_id, || (*page).to_owned()).await),
+                        _ => assert!(raw.replay(order_id).await.len() > page.len()),
+                    }
+                }
+            }
+        });
+        self.rate(count, calls)
     }
 
     fn leases(&self) {
@@ -876,6 +909,10 @@ fn main() {
         if is_asked(name) {
             start().measure();
         }
+    }
+    #[cfg(feature = "mysql")]
+    if is_asked("MariaDB") {
+        Subject::mariadb().measure();
     }
     #[cfg(feature = "nats")]
     if is_asked("NATS") {

@@ -4,13 +4,15 @@
 //!   in a message that expects the first one. The messages by hand have no retention.
 //! - *Replay*, by hand: a direct read of the bare result.
 //! - *In progress*, by hand: a message that is refused, and a direct read.
+//! - The limit is the same code by hand with messages of the size and the retention of the library's: the server has
+//!   more work with them.
 //!
 //! Server and client share the machine. The server writes to its file without waiting for the disk (`sync_interval`),
 //! as is its default.
 
 use idem_benches::by_hand::nats::ByHand;
 use idem_benches::by_hand::{new_orders, share};
-use idem_benches::{Goal, Receipt, Table, alternate, hold, is_wanted, sized, thousands_per_second, timed};
+use idem_benches::{Goal, Receipt, Sides, Table, alternate, hold, is_wanted, sized, thousands_per_second, timed};
 use idem_runtime::{Error, NatsStore, Store, idempotent};
 use idem_tests::nats::NatsServer;
 use tokio::runtime::Runtime;
@@ -95,21 +97,23 @@ fn main() {
     let server = NatsServer::start();
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.expect("a runtime can be built");
-    let (idem, by_hand) = runtime.block_on(async {
-        let (store, by_hand) =
-            (NatsStore::connect(&server.url()).await.expect("connects"), ByHand::connect(&server.url()).await);
+    let (idem, by_hand, limit) = runtime.block_on(async {
+        let store = NatsStore::connect(&server.url()).await.expect("connects");
+        let (by_hand, limit) = (ByHand::connect(&server.url()).await, ByHand::limit(&server.url()).await);
         for order_id in 0..HELD {
             hold(&*store.handle(), "bench::ship", HELD_FROM + order_id).await;
             by_hand.ship(HELD_FROM + order_id).await;
+            limit.ship(HELD_FROM + order_id).await;
         }
-        let (idem, by_hand) = (Side::Idem(store), Side::ByHand(by_hand));
+        let (idem, by_hand, limit) = (Side::Idem(store), Side::ByHand(by_hand), Side::ByHand(limit));
         for order_id in 0..SHIPPED {
             idem.call(Work::FirstRun, order_id).await;
             by_hand.call(Work::FirstRun, order_id).await;
+            limit.call(Work::FirstRun, order_id).await;
         }
-        (idem, by_hand)
+        (idem, by_hand, limit)
     });
-    let table = Table::new("NATS", "thousand a second", "times its throughput");
+    let table = Table::with_limit("NATS", "thousand a second", "times its throughput");
     for work in [Work::FirstRun, Work::Replay, Work::InProgress] {
         for (tasks, count, rounds) in [(1, 400, 41), (16, 5000, 15), (64, 10_000, 15), (256, 20_000, 11)] {
             let name = format!("{}, {tasks} {}", work.name(), if tasks == 1 { "task" } else { "tasks" });
@@ -117,13 +121,11 @@ fn main() {
                 continue;
             }
             let (count, rounds) = (sized(count, count / 20), sized(rounds, 1));
-            let [raw, idem] = alternate(
-                rounds,
-                [&mut || measure(&runtime, &by_hand, work, tasks, count), &mut || {
-                    measure(&runtime, &idem, work, tasks, count)
-                }],
-            );
-            table.line(&name, &raw, &idem, |idem, raw| idem / raw, work.goal());
+            let measured = |side: &Side| measure(&runtime, side, work, tasks, count);
+            let [raw, limit, idem] =
+                alternate(rounds, [&mut || measured(&by_hand), &mut || measured(&limit), &mut || measured(&idem)]);
+            let sides = Sides { raw: &raw, limit: Some(&limit), idem: &idem };
+            table.sides(&name, &sides, |idem, raw| idem / raw, work.goal());
         }
     }
 }

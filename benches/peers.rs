@@ -13,6 +13,7 @@
 //! | `idempotent` | the Rust crate, its `ValkeyStore` |
 //! | blog pattern on Redis | `SET NX`, then `SET` or `GET`, over one connection of the Rust client; no owner is checked |
 //! | DBOS | a workflow whose id is the order, without steps and with three steps, in Python |
+//! | crate `dbos` | the same in Rust |
 //! | blog pattern on PostgreSQL | `INSERT … ON CONFLICT DO NOTHING`, then `UPDATE` or `SELECT`, prepared, in Rust |
 //!
 //! The peers are separate processes, which run the programs in `benches/peers` and read their work line by line. Each
@@ -259,14 +260,14 @@ fn on_redis(runtime: &Runtime) {
 fn on_postgres(runtime: &Runtime) {
     let server = PostgresServer::start();
     let tasks = &[16, 64, 256][..sized(3, 1)];
-    let (store, blog, database) = runtime.block_on(async {
+    let (store, blog, databases) = runtime.block_on(async {
         let store = PostgresStore::options().ensure_schema().connect(&server.url()).await.expect("connects").handle();
         let blog = postgres::ByHand::connections(&server.url(), sized(256, 16)).await;
         for order_id in 0..SHIPPED {
             ship(&*store, order_id).await.expect("ships");
             assert!(blog[0].as_in_blogs(order_id).await.0);
         }
-        (store, blog, server.database("dbos").await)
+        (store, blog, [server.database("dbos").await, server.database("dbos_in_rust").await])
     });
     let in_blogs = |work: Work, tasks, count| {
         let (first, cycle) = work.orders(count);
@@ -286,9 +287,11 @@ fn on_postgres(runtime: &Runtime) {
         Side::here("blog pattern", tasks, Goal::None, in_blogs),
     ];
     if !is_quick() {
-        let dbos = Peer::python("DBOS", "durable.py", &[&database]);
+        let dbos = Peer::python("DBOS", "durable.py", &[&databases[0]]);
         let concurrencies = [(1, 4), (2, 4), (4, 4), (2, 16), (4, 16), (8, 8)];
         sides.push(Side::there("DBOS", &concurrencies, Goal::AtLeast(20.0), dbos));
+        let dbos = Peer::rust("dbos", "dbos_workflows", &[&databases[1]]);
+        sides.push(Side::there("crate `dbos`", &TASKS.map(|tasks| (1, tasks)), Goal::None, dbos));
     }
     let table = Table::new("Peers on PostgreSQL", "thousand a second", "times its throughput");
     compare(&table, Work::First, &sides);

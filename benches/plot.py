@@ -16,8 +16,10 @@ matplotlib.use("Agg")
 from matplotlib import patches, pyplot, ticker
 from PIL import Image
 
-STORES = ["Memory", "SQLite", "Redis", "Redis Cluster", "PostgreSQL", "DynamoDB (emulator)"]
-COLOURS = dict(zip(STORES, ["#4c72b0", "#55a868", "#c44e52", "#dd8452", "#8172b3", "#937860"]))
+STORES = ["Memory", "SQLite", "Redis", "Redis Cluster", "PostgreSQL", "MariaDB", "NATS", "DynamoDB (emulator)"]
+COLOURS = dict(zip(STORES, [
+    "#4c72b0", "#55a868", "#c44e52", "#dd8452", "#8172b3", "#64b5cd", "#ccb974", "#937860",
+]))
 GREY = "#b0b0b0"
 TASKS = [1, 64, 1024]
 

@@ -11,6 +11,7 @@
 
 use std::sync::Arc;
 
+use idem_benches::by_hand::SqlByHand as _;
 use idem_benches::by_hand::postgres::ByHand;
 use idem_benches::by_hand::{new_orders, share};
 use idem_benches::{Goal, Receipt, Samples, Table, alternate, hold, is_wanted, sized, thousands_per_second, timed};

@@ -21,6 +21,8 @@ mod generated;
 #[allow(dead_code, unreachable_pub, reason = "a module of the benches, which use all of it")]
 #[path = "../src/handlers.rs"]
 mod handlers;
+#[path = "../src/by_hand/memory.rs"]
+mod map;
 #[path = "../src/receipt.rs"]
 mod receipt;
 
@@ -69,7 +71,9 @@ async fn ship(store: &dyn Store, order_id: u64) -> Result<Receipt, Error> {
 }
 
 /// Work whose instructions are counted.
-const WORK: [(&str, Work); 8] = [
+const WORK: [(&str, Work); 10] = [
+    ("first run by hand", Work::FirstByHand),
+    ("replay by hand", Work::ReplayByHand),
     ("first run, no store", Work::Granted),
     ("first run", Work::First),
     ("first run of a handler with a reconciler", Work::WithReconciler),
@@ -82,6 +86,8 @@ const WORK: [(&str, Work); 8] = [
 
 #[derive(Clone, Copy)]
 enum Work {
+    FirstByHand,
+    ReplayByHand,
     Granted,
     First,
     WithReconciler,
@@ -117,6 +123,19 @@ async fn in_steps(store: &MemoryStore, order_id: u64, steps: u64, fails: bool) -
 async fn calls(work: Work, count: u64) {
     let store = MemoryStore::new();
     match work {
+        Work::FirstByHand => {
+            let map = map::Map::default();
+            for order_id in 0..count {
+                map::ship(&map, order_id).expect("ships");
+            }
+        }
+        Work::ReplayByHand => {
+            let map = map::Map::default();
+            map::ship(&map, 1).expect("ships");
+            for _ in 0..count {
+                map::replay(&map, 1).expect("is there");
+            }
+        }
         Work::Granted => {
             let store = Granting(store);
             for order_id in 0..count {

@@ -1,5 +1,6 @@
 //! The hand-written code that benches compare the library with.
 
+pub mod memory;
 #[cfg(feature = "mysql")]
 pub mod mysql;
 #[cfg(feature = "nats")]
@@ -14,7 +15,32 @@ use std::iter::StepBy;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use serde::Serialize;
 use tokio::task::JoinSet;
+
+use crate::Receipt;
+
+/// Connection to an SQL server, with the statements by hand.
+pub trait SqlByHand: Send + Sync + 'static {
+    /// Makes a first run with the given handler: an insert, the handler, and an owner-checked `UPDATE`.
+    fn run<T: Serialize + Send>(
+        &self,
+        order_id: u64,
+        handler: impl FnOnce() -> T + Send,
+    ) -> impl Future<Output = T> + Send;
+
+    /// Makes a first run of the order.
+    fn ship(&self, order_id: u64) -> impl Future<Output = Receipt> + Send {
+        self.run(order_id, move || Receipt::of(order_id))
+    }
+
+    /// Reserves the order. Returns the number of rows that the reservation inserted: zero if another call has reserved
+    /// the order.
+    fn reserve(&self, order_id: u64) -> impl Future<Output = u64> + Send;
+
+    /// Makes a replay: a `SELECT` of the library's result by primary key, not decoded.
+    fn replay(&self, order_id: u64) -> impl Future<Output = Vec<u8>> + Send;
+}
 
 /// Returns `count` orders that no side has shipped yet. The first million is reserved for replays.
 pub fn new_orders(count: u64) -> Range<u64> {

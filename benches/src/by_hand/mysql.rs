@@ -5,10 +5,11 @@ use std::sync::Arc;
 use idem_runtime::MySqlStore;
 use mysql_async::prelude::Queryable as _;
 use mysql_async::{Conn, Opts, OptsBuilder, params};
+use serde::Serialize;
 use tokio::sync::Mutex;
 
+use super::SqlByHand;
 use super::postgres::{LEASE_MS, TTL_MS, key, owner};
-use crate::Receipt;
 
 const NOW: &str = "timestampdiff(MICROSECOND, '1970-01-01', utc_timestamp(6))";
 const RESERVE: &str = "\
@@ -40,24 +41,30 @@ impl ByHand {
         }
         connections
     }
+}
 
-    /// Makes a first run: `INSERT … ON DUPLICATE KEY UPDATE`, the handler, and an owner-checked `UPDATE`.
-    pub async fn ship(&self, order_id: u64) -> Receipt {
+impl SqlByHand for ByHand {
+    async fn run<T: Serialize + Send>(&self, order_id: u64, handler: impl FnOnce() -> T + Send) -> T {
+        assert_eq!(self.reserve(order_id).await, 1, "another owner holds the key");
+        let result = handler();
+        let json = serde_json::to_vec(&result).expect("encodes");
+        let complete =
+            params! { "key" => key(order_id), "owner" => owner(order_id), "result" => json, "ttl" => TTL_MS };
         let mut connection = self.connection.lock().await;
-        let (key, owner) = (key(order_id), owner(order_id));
-        let reserve = params! { "key" => &key, "owner" => &owner, "lease" => LEASE_MS, "ttl" => TTL_MS };
-        connection.exec_drop(&*self.reserve, reserve).await.expect("answers");
-        assert_eq!(connection.affected_rows(), 1, "another owner holds the key");
-        let receipt = Receipt::of(order_id);
-        let json = serde_json::to_vec(&receipt).expect("encodes");
-        let complete = params! { "key" => &key, "owner" => &owner, "result" => json, "ttl" => TTL_MS };
         connection.exec_drop(&*self.complete, complete).await.expect("answers");
         assert_eq!(connection.affected_rows(), 1, "another owner has taken over");
-        receipt
+        result
     }
 
-    /// Makes a replay: a `SELECT` of the library's result by primary key, not decoded.
-    pub async fn replay(&self, order_id: u64) -> Vec<u8> {
+    async fn reserve(&self, order_id: u64) -> u64 {
+        let reserve =
+            params! { "key" => key(order_id), "owner" => owner(order_id), "lease" => LEASE_MS, "ttl" => TTL_MS };
+        let mut connection = self.connection.lock().await;
+        connection.exec_drop(&*self.reserve, reserve).await.expect("answers");
+        connection.affected_rows()
+    }
+
+    async fn replay(&self, order_id: u64) -> Vec<u8> {
         let mut connection = self.connection.lock().await;
         let result = connection.exec_first(REPLAY, params! { "key" => key(order_id) }).await;
         result.expect("answers").expect("is finished")

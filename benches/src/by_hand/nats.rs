@@ -16,7 +16,12 @@ use crate::Receipt;
 pub struct ByHand {
     context: Arc<Context>,
     stream: Arc<Stream>,
+    /// True if the messages have the retention and the size of the library's: the limit of what it can reach.
+    is_limit: bool,
 }
+
+/// Bytes of the library's record in front of a result.
+const RECORD: usize = 100;
 
 impl ByHand {
     /// Connects, and creates the stream.
@@ -30,14 +35,34 @@ impl ByHand {
             allow_direct: true,
             ..Config::default()
         });
-        Self { stream: Arc::new(stream.await.expect("makes the stream")), context: Arc::new(context) }
+        let stream = Arc::new(stream.await.expect("makes the stream"));
+        Self { stream, context: Arc::new(context), is_limit: false }
+    }
+
+    /// Connects, and creates a stream whose messages have a retention each.
+    pub async fn limit(url: &str) -> Self {
+        let client = async_nats::connect(url).await.expect("connects");
+        let settings = r#"{"name":"LIMIT","subjects":["limit.>"],"storage":"file","retention":"limits","discard":"new",
+            "max_msgs_per_subject":1,"allow_direct":true,"allow_msg_ttl":true,"num_replicas":1}"#;
+        client.request("$JS.API.STREAM.CREATE.LIMIT", settings.into()).await.expect("answers");
+        let context = jetstream::new(client);
+        let stream = Arc::new(context.get_stream("LIMIT").await.expect("makes the stream"));
+        Self { stream, context: Arc::new(context), is_limit: true }
+    }
+
+    fn subject(&self, order_id: u64) -> String {
+        format!("{}.bench.order.{order_id}", if self.is_limit { "limit" } else { "hand" })
     }
 
     /// Publishes `body` in place of message number `expected`; `None` if another message is the last.
-    async fn put(&self, order_id: u64, expected: u64, body: Vec<u8>) -> Option<u64> {
+    async fn put(&self, order_id: u64, expected: u64, mut body: Vec<u8>) -> Option<u64> {
         let mut headers = HeaderMap::new();
         headers.insert("Nats-Expected-Last-Subject-Sequence", HeaderValue::from(expected));
-        let published = self.context.publish_with_headers(subject(order_id), headers, body.into()).await;
+        if self.is_limit {
+            headers.insert("Nats-TTL", "604800s");
+            body.resize(body.len() + RECORD, b' ');
+        }
+        let published = self.context.publish_with_headers(self.subject(order_id), headers, body.into()).await;
         Some(published.expect("is sent").await.ok()?.sequence)
     }
 
@@ -67,10 +92,12 @@ impl ByHand {
     }
 
     async fn read(&self, order_id: u64) -> Vec<u8> {
-        self.stream.direct_get_last_for_subject(subject(order_id)).await.expect("a message").payload.to_vec()
+        self.stream.direct_get_last_for_subject(self.subject(order_id)).await.expect("a message").payload.to_vec()
     }
 }
 
-fn subject(order_id: u64) -> String {
-    format!("hand.bench.order.{order_id}")
+/// Returns the bytes that the streams of the server's account take.
+pub async fn stored_bytes(url: &str) -> u64 {
+    let context = jetstream::new(async_nats::connect(url).await.expect("connects"));
+    context.query_account().await.expect("answers").storage
 }

@@ -6,6 +6,7 @@ use idem_runtime::PostgresStore;
 use serde::Serialize;
 use tokio_postgres::{Client, NoTls, Statement};
 
+use super::SqlByHand;
 use crate::Receipt;
 
 pub(super) const LEASE_MS: i64 = 30_000;
@@ -57,37 +58,6 @@ impl ByHand {
         Self { client, reserve, complete, replay, blog }
     }
 
-    /// Makes a first run: `INSERT … ON CONFLICT DO NOTHING`, the handler, and an owner-checked `UPDATE`.
-    pub async fn ship(&self, order_id: u64) -> Receipt {
-        self.run(order_id, || Receipt::of(order_id)).await
-    }
-
-    /// Makes a first run with the given handler, whose result can have any type.
-    pub async fn run<T: Serialize>(&self, order_id: u64, handler: impl FnOnce() -> T) -> T {
-        assert_eq!(self.reserve(order_id).await, 1, "another owner holds the key");
-        let result = handler();
-        let json = serde_json::to_vec(&result).expect("encodes");
-        let owner = owner(order_id);
-        let done = self.client.execute(&self.complete, &[&key(order_id), &owner.as_bytes(), &json, &TTL_MS]).await;
-        assert_eq!(done.expect("answers"), 1, "another owner has taken over");
-        result
-    }
-
-    /// Reserves the order. Returns the number of rows that the reservation inserted: zero if another call has reserved
-    /// the order.
-    pub async fn reserve(&self, order_id: u64) -> u64 {
-        let (key, owner) = (key(order_id), owner(order_id));
-        let made = self.client.execute(&self.reserve, &[&key, &owner.as_bytes(), &LEASE_MS, &TTL_MS]).await;
-        made.expect("answers")
-    }
-
-    /// Makes a replay: a `SELECT` of the library's result by primary key, not decoded.
-    pub async fn replay(&self, order_id: u64) -> Vec<u8> {
-        let rows = self.client.query(&self.replay, &[&key(order_id)]).await.expect("answers");
-        assert_eq!(rows.len(), 1);
-        rows[0].get(0)
-    }
-
     /// Makes a call in the pattern of common blog posts: `INSERT … ON CONFLICT DO NOTHING`, then either the handler and
     /// `UPDATE`, or `SELECT`. Returns whether the handler ran. The pattern has no lease and no owner: a crash between
     /// the statements blocks the key forever.
@@ -102,6 +72,30 @@ impl ByHand {
         }
         let row = self.client.query_one(replay, &[&key]).await.expect("is finished");
         (false, serde_json::from_str(row.get(0)).expect("decodes"))
+    }
+}
+
+impl SqlByHand for ByHand {
+    async fn run<T: Serialize + Send>(&self, order_id: u64, handler: impl FnOnce() -> T + Send) -> T {
+        assert_eq!(self.reserve(order_id).await, 1, "another owner holds the key");
+        let result = handler();
+        let json = serde_json::to_vec(&result).expect("encodes");
+        let owner = owner(order_id);
+        let done = self.client.execute(&self.complete, &[&key(order_id), &owner.as_bytes(), &json, &TTL_MS]).await;
+        assert_eq!(done.expect("answers"), 1, "another owner has taken over");
+        result
+    }
+
+    async fn reserve(&self, order_id: u64) -> u64 {
+        let (key, owner) = (key(order_id), owner(order_id));
+        let made = self.client.execute(&self.reserve, &[&key, &owner.as_bytes(), &LEASE_MS, &TTL_MS]).await;
+        made.expect("answers")
+    }
+
+    async fn replay(&self, order_id: u64) -> Vec<u8> {
+        let rows = self.client.query(&self.replay, &[&key(order_id)]).await.expect("answers");
+        assert_eq!(rows.len(), 1);
+        rows[0].get(0)
     }
 }
 
