@@ -150,8 +150,12 @@ async fn open(store: &str) -> Result<Arc<dyn Store>, Failure> {
     }
 }
 
+/// Largest number of further kills, on a machine on which the planned ones have shown nothing.
+const MORE_KILLS: u64 = 1000;
+
 /// Result of all orders of one handler.
 struct Audit {
+    kills: u64,
     orders: usize,
     /// Orders by the effect that did not happen exactly once: charge, reservation, parcel, letter.
     wrong: [usize; 4],
@@ -159,37 +163,45 @@ struct Audit {
     settled: usize,
 }
 
-/// Kills the worker `kills` times, lets the last worker finish, and counts the effects.
+/// Kills the worker `kills` times or more, until the kills have shown a letter in doubt (with steps), or an effect that
+/// happened twice (without). Then lets the last worker finish, and counts the effects.
 async fn audit(store: &str, kills: u64, with_steps: bool) -> Result<Audit, Failure> {
     let services = Services::default();
     let address = services.open().await?.to_string();
     let operated = open(store).await?;
     let mut settled = 0;
     let mut seed = 0x5eed_u64;
-    for life in 0..=kills {
-        if life == kills {
+    let mut life = 0;
+    loop {
+        let twice = |at: usize| services.effects().values().any(|order| order.counts()[at] > 1);
+        let has_shown = if with_steps { settled > 0 } else { twice(2) && twice(3) };
+        let is_last = life >= kills && (has_shown || life >= kills + MORE_KILLS);
+        if is_last {
             services.close();
         }
         let words = ["worker", &address, store, if with_steps { "steps" } else { "plain" }];
         let mut worker = Command::new(env::current_exe()?).args(words).kill_on_drop(true).spawn()?;
-        if life < kills {
+        if is_last {
+            while worker.wait().await?.success() && !services.set_aside().is_empty() {
+                settled += settle(&services, &*operated).await?;
+                worker = Command::new(env::current_exe()?).args(words).kill_on_drop(true).spawn()?;
+            }
+        } else {
             // A random time of up to 0.4 s (xorshift, Marsaglia 2003).
             seed ^= seed << 13;
             seed ^= seed >> 7;
             seed ^= seed << 17;
             sleep(Duration::from_millis(30 + seed % 370)).await;
             worker.kill().await?;
-        } else {
-            while worker.wait().await?.success() && !services.set_aside().is_empty() {
-                settled += settle(&services, &*operated).await?;
-                worker = Command::new(env::current_exe()?).args(words).kill_on_drop(true).spawn()?;
-            }
         }
         settled += settle(&services, &*operated).await?;
+        if is_last {
+            let effects = services.effects();
+            let wrong = [0, 1, 2, 3].map(|at| effects.values().filter(|order| order.counts()[at] != 1).count());
+            return Ok(Audit { kills: life, orders: effects.len(), wrong, settled });
+        }
+        life += 1;
     }
-    let effects = services.effects();
-    let wrong = [0, 1, 2, 3].map(|at| effects.values().filter(|order| order.counts()[at] != 1).count());
-    Ok(Audit { orders: effects.len(), wrong, settled })
 }
 
 /// Decides, as an operator, about the letters in doubt: the books of the post office say whether a letter was sent.
@@ -213,7 +225,7 @@ async fn run(kills: u64, store: &str, claims: &mut Claims) -> Result<(), Failure
     for with_steps in [true, false] {
         // Without steps a few kills are enough.
         let kills = if with_steps { kills } else { kills.min(30) };
-        let Audit { orders, wrong, settled } = audit(store, kills, with_steps).await?;
+        let Audit { kills, orders, wrong, settled } = audit(store, kills, with_steps).await?;
         let [charges, reservations, parcels, letters] = wrong;
         println!("{} steps: {kills} kills, {orders} orders", if with_steps { "with" } else { "without" });
         println!(
