@@ -1,6 +1,6 @@
 //! DynamoDB in tests: two emulators, and an HTTP client that counts requests and can answer instead of the emulator.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::io::{self, Read, Write};
 use std::path::PathBuf;
@@ -235,6 +235,21 @@ impl Drop for Emulator {
         self.kill();
         std::fs::remove_dir_all(&self.folder).ok();
     }
+}
+
+/// Returns the size of the largest item of [`TABLE`] in bytes, by the rules of DynamoDB's bill: the names of the
+/// attributes count, and a number has a byte for two digits, and one more.
+pub async fn largest_item(emulator: &Emulator) -> usize {
+    let wire = Wire::to(&emulator.endpoint());
+    let page = client(&wire).scan().table_name(TABLE).send().await.expect("answers");
+    let size = |value: &AttributeValue| match value {
+        AttributeValue::S(text) => text.len(),
+        AttributeValue::N(digits) => digits.len() / 2 + 1,
+        AttributeValue::B(bytes) => bytes.as_ref().len(),
+        _ => 1,
+    };
+    let item = |item: &HashMap<String, AttributeValue>| item.iter().map(|(name, value)| name.len() + size(value)).sum();
+    page.items().iter().map(item).max().expect("an item")
 }
 
 /// Client that sends each request over `wire` once.
