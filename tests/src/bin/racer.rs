@@ -275,16 +275,9 @@ impl Racer {
             let result = race::result(attempt.number(), std::process::id(), call);
             Ok::<_, BodyError>(race::padded(&result, self.orders.bytes))
         };
-        let mut run = pin!(observe(operation.run(body)));
-        let ended = poll_fn(|cx| match run.as_mut().poll(cx) {
-            Poll::Ready(ended) => Poll::Ready(Some(ended)),
-            Poll::Pending if work == Work::InMark && self.has_sent.load(Ordering::Relaxed) => Poll::Ready(None),
-            Poll::Pending => Poll::Pending,
-        });
-        let Some((result, outcome)) = ended.await else {
-            self.table.write(call, n, Event::Marking);
-            return std::future::pending().await;
-        };
+        let is_sent = || work == Work::InMark && self.has_sent.load(Ordering::Relaxed);
+        let run = observe(operation.run(body));
+        let (result, outcome) = unless_sent(run, is_sent, || self.table.write(call, n, Event::Marking)).await;
         let told = match result {
             Ok(result) => {
                 assert!(result.len() >= self.orders.bytes, "key {n}: its result has only {} bytes", result.len());
@@ -315,16 +308,9 @@ impl Racer {
             has_returned.store(true, Ordering::Relaxed);
             Ok::<_, Error>(race::result(attempt.number(), std::process::id(), call))
         });
-        let mut run = pin!(run);
-        let kept = poll_fn(|cx| match run.as_mut().poll(cx) {
-            Poll::Ready(kept) => Poll::Ready(Some(kept)),
-            Poll::Pending if work == Work::InEntry && has_returned.load(Ordering::Relaxed) => Poll::Ready(None),
-            Poll::Pending => Poll::Pending,
-        });
-        let Some(kept) = kept.await else {
-            self.table.write(call, n, Event::StepSent(name.to_owned()));
-            return std::future::pending().await;
-        };
+        let is_sent = || work == Work::InEntry && has_returned.load(Ordering::Relaxed);
+        let sent = || self.table.write(call, n, Event::StepSent(name.to_owned()));
+        let kept = unless_sent(run, is_sent, sent).await;
         match &kept {
             Ok(value) => self.table.write(call, n, Event::StepKept(name.to_owned(), value.clone())),
             Err(Error::LeaseLost { .. }) => self.table.write(call, n, Event::StepRefused(name.to_owned())),
@@ -385,6 +371,21 @@ fn block_until(over: impl Fn() -> bool) {
         }
         std::thread::sleep(PAUSE);
     }
+}
+
+/// Runs `run`. Once the request that `is_sent` tells of is under way, calls `sent` and stands still: nobody reads the
+/// answer to the request, even if it has arrived.
+async fn unless_sent<T>(run: impl Future<Output = T>, is_sent: impl Fn() -> bool, sent: impl FnOnce()) -> T {
+    let mut run = pin!(run);
+    let ended = poll_fn(|cx| match run.as_mut().poll(cx) {
+        _ if is_sent() => Poll::Ready(None),
+        polled => polled.map(Some),
+    });
+    if let Some(ended) = ended.await {
+        return ended;
+    }
+    sent();
+    std::future::pending().await
 }
 
 /// Returns the event of a call for key `n` that has ended with `error`.
