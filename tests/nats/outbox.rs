@@ -39,24 +39,41 @@ struct Stored {
     body: String,
 }
 
-/// Returns the messages of the stream on subjects that begin with `prefix`, in the order of the stream.
+/// Returns the messages of the stream on subjects that begin with `prefix`, in the order of the stream. A cluster that
+/// has just lost a server answers only once it has elected its leaders.
 async fn stored(client: &Client, stream: &str, prefix: &str) -> Vec<Stored> {
-    let stream = jetstream::new(client.clone()).get_stream(stream).await.expect("a stream");
+    let mut found = Vec::new();
+    until("the stream shows its messages", async || match read(client, stream, prefix).await {
+        Ok(messages) => {
+            found = messages;
+            true
+        }
+        Err(error) => {
+            eprintln!("{error}");
+            false
+        }
+    })
+    .await;
+    found
+}
+
+async fn read(client: &Client, stream: &str, prefix: &str) -> Result<Vec<Stored>, async_nats::Error> {
+    let stream = jetstream::new(client.clone()).get_stream(stream).await?;
     let config = pull::Config { filter_subject: format!("{prefix}.>"), ..Default::default() };
-    let consumer = stream.create_consumer(config).await.expect("a consumer");
-    let mut messages = consumer.fetch().max_messages(10_000).messages().await.expect("messages");
+    let consumer = stream.create_consumer(config).await?;
+    let mut messages = consumer.fetch().max_messages(10_000).messages().await?;
     let mut found = Vec::new();
     while let Some(message) = messages.next().await {
-        let message = message.expect("a message");
+        let message = message?;
         let header = |name: &str| Some(message.headers.as_ref()?.get(name)?.as_str().to_owned());
         found.push(Stored {
-            sequence: message.info().expect("the place of the message").stream_sequence,
+            sequence: message.info()?.stream_sequence,
             subject: message.subject.to_string(),
             headers: ["Idem-Message-Id", "Idem-Message-Key", "Type"].map(header),
             body: String::from_utf8_lossy(&message.payload).into_owned(),
         });
     }
-    found
+    Ok(found)
 }
 
 fn bodies(stored: &[Stored]) -> Vec<&str> {
