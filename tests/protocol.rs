@@ -42,9 +42,9 @@
 //!
 //! ```sh
 //! # One configuration; one mistake with its shortest history; all configurations with one more of every fault:
-//! cargo test -p idem-tests --no-default-features --test protocol crashes -- --nocapture
-//! IDEM_PROTOCOL_MUTANT=LiveTakenOver cargo test -p idem-tests --no-default-features --test protocol mistake -- --nocapture
-//! IDEM_PROTOCOL_BOUND=large cargo test --release -p idem-tests --no-default-features --test protocol -- --nocapture
+//! cargo test -p idem-model --no-default-features crashes -- --nocapture
+//! IDEM_PROTOCOL_MUTANT=LiveTakenOver cargo test -p idem-model --no-default-features mistake -- --nocapture
+//! IDEM_PROTOCOL_BOUND=large cargo test --release -p idem-model --no-default-features -- --nocapture
 //! ```
 //!
 //! With the feature `dynamodb`, the traces also need the emulator that `scripts/test` provides.
@@ -227,7 +227,7 @@ fn every_mistake_is_noticed_by_its_property() {
 /// `tests/protocol/README.md` lists every configuration and every mistake. `IDEM_UPDATE=1` rewrites the lists.
 #[test]
 fn the_page_of_the_model_lists_every_configuration_and_every_mistake() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/protocol/README.md");
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/README.md");
     let page = std::fs::read_to_string(path).expect("tests/protocol/README.md");
     let mut written = String::new();
     let mut rows = 0;
@@ -285,7 +285,7 @@ fn both_pages_name_the_invariants_that_the_model_checks() {
     let names: Vec<_> = names.collect();
     let (last, others) = names.split_last().expect("some are checked");
     let sentence = format!("{} and {last}", others.join(", "));
-    for page in ["protocol/README.md", "../docs/proof.md"] {
+    for page in ["README.md", "../../docs/proof.md"] {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(page);
         let text = std::fs::read_to_string(path).expect("a page").replace('\n', " ");
         assert!(text.contains(&sentence), "{page} does not say {sentence:?}");
