@@ -8,14 +8,14 @@ use async_nats::jetstream::consumer::pull;
 use async_nats::{HeaderMap, jetstream};
 use idem_runtime::current;
 use idem_runtime::outbox::{OutgoingMessage, SendFuture, Sender, UnsentReason};
-use idem_tests::nats::{NatsCluster, shared_cluster};
+use idem_tests::nats::{NatsCluster, connect_replicated, shared_cluster};
 
 use super::*;
 
 const WEEK: Duration = Duration::from_secs(7 * 86_400);
 
-fn options(bucket: &str, replicas: usize, subjects: &str) -> NatsOptions {
-    NatsStore::options().bucket(bucket).num_replicas(replicas).outbox(subjects, WEEK)
+fn options(bucket: &str, subjects: &str) -> NatsOptions {
+    NatsStore::options().bucket(bucket).outbox(subjects, WEEK)
 }
 
 /// Calls a handler that pushes a message with each of these bodies.
@@ -87,7 +87,7 @@ async fn is_unsent(store: &NatsStore, name: &str) -> bool {
 #[tokio::test]
 async fn messages_are_stored_in_the_stream_of_the_records() {
     let server = NatsServer::start();
-    let store = options("b", 1, "orders.>").connect(&server.url()).await.unwrap();
+    let store = options("b", "orders.>").connect(&server.url()).await.unwrap();
     for _ in 0..2 {
         assert_eq!(push(&store, "k", "orders.paid", &["one", "two"]).await.unwrap(), 1);
     }
@@ -120,17 +120,17 @@ async fn a_stream_that_can_not_hold_the_messages_is_refused() {
     connect(&server).await;
     let error = refusal(NatsStore::options().outbox("orders.>", WEEK), &server.url()).await;
     assert!(error.kind() == StoreErrorKind::Misconfigured && error.to_string().contains("`orders.>`"), "{error}");
-    options("other", 1, "orders.>").connect(&server.url()).await.unwrap();
-    let error = refusal(options("third", 1, "orders.>"), &server.url()).await;
+    options("other", "orders.>").connect(&server.url()).await.unwrap();
+    let error = refusal(options("third", "orders.>"), &server.url()).await;
     assert!(error.to_string().contains("overlap"), "{error}");
-    let error = refusal(options("third", 1, "orders"), &server.url()).await;
+    let error = refusal(options("third", "orders"), &server.url()).await;
     assert_eq!(error.kind(), StoreErrorKind::Misconfigured, "{error}");
 }
 
 #[tokio::test]
 async fn a_message_that_the_stream_can_not_hold_is_not_sent() {
     let server = NatsServer::start();
-    let store = options("b", 1, "orders.>").connect(&server.url()).await.unwrap();
+    let store = options("b", "orders.>").connect(&server.url()).await.unwrap();
     let error = push(&store, "k", "invoices", &["one"]).await.expect_err("refused");
     let Error::Unsent { reason, .. } = &error else { panic!("{error}") };
     assert!(matches!(**reason, UnsentReason::NotConfirmed { refused: true, .. }), "{error}");
@@ -149,7 +149,7 @@ impl Sender for Away {
 #[tokio::test]
 async fn a_message_is_stored_once_although_its_mark_is_lost() {
     let server = NatsServer::start();
-    let store = options("b", 1, "orders.>").connect(&server.url()).await.unwrap();
+    let store = options("b", "orders.>").connect(&server.url()).await.unwrap();
     // The record keeps the message, because another handle can't send it.
     let other = NatsStore::options().bucket("b").connect(&server.url()).await.unwrap().with_sender(Away);
     push(&other, "k", "orders.paid", &["one"]).await.expect_err("not sent");
@@ -176,7 +176,7 @@ async fn a_message_is_stored_once_although_its_mark_is_lost() {
 #[tokio::test]
 async fn a_replicated_stream_stores_messages_and_record_in_one_step() {
     let url = &shared_cluster()[0];
-    let store = options("batches", 3, "batches.>").connect(url).await.unwrap();
+    let store = connect_replicated(options("batches", "batches.>"), url).await;
     let raw = async_nats::connect(url).await.unwrap();
     let mut counted = Counted::of(raw.clone(), "$KV.batches.>", "$JS.API.STREAM.MSG.GET.KV_batches").await;
     assert_eq!(push(&store, "k", "batches.paid", &["one", "two"]).await.unwrap(), 1);
@@ -195,7 +195,7 @@ async fn a_replicated_stream_stores_messages_and_record_in_one_step() {
 #[tokio::test]
 async fn a_refused_record_publishes_no_message() {
     let url = &shared_cluster()[1];
-    let store = options("refused", 3, "refused.>").connect(url).await.unwrap();
+    let store = connect_replicated(options("refused", "refused.>"), url).await;
     let body = async {
         current()?.outbox().push("refused.paid", OutgoingMessage::new("one"))?;
         // Another program takes the place of the record.
@@ -212,7 +212,7 @@ async fn a_refused_record_publishes_no_message() {
 #[tokio::test]
 async fn messages_leave_after_the_record_of_a_stream_that_takes_no_batches_any_more() {
     let url = &shared_cluster()[2];
-    let store = options("off", 3, "off.>").connect(url).await.unwrap();
+    let store = connect_replicated(options("off", "off.>"), url).await;
     let raw = async_nats::connect(url).await.unwrap();
     let mut config = api(&raw, "STREAM.INFO.KV_off", json!({})).await["config"].clone();
     config["allow_atomic"] = false.into();
@@ -229,7 +229,7 @@ async fn messages_leave_after_the_record_of_a_stream_that_takes_no_batches_any_m
 async fn a_stream_without_replicas_stores_a_part_of_a_batch_at_the_limit_of_its_server() {
     let server = NatsServer::start_with(Kind::Nats, "jetstream { max_file_store: 500000 }\n");
     let raw = raw(&server).await;
-    let mut settings: Value = serde_json::from_str(&options("b", 1, "orders.>").stream_settings()).unwrap();
+    let mut settings: Value = serde_json::from_str(&options("b", "orders.>").stream_settings()).unwrap();
     settings["first_seq"] = 1.into();
     api(&raw, "STREAM.CREATE.KV_b", settings).await;
     for n in 0.. {
@@ -307,7 +307,7 @@ async fn kill_workers(client: &Client, spec: &str, stream: &str, prefix: &str, m
 #[tokio::test]
 async fn each_operation_has_one_message_after_kills_of_its_workers() {
     let server = NatsServer::start();
-    options("b", 1, "orders.>").connect(&server.url()).await.unwrap();
+    options("b", "orders.>").connect(&server.url()).await.unwrap();
     let spec = format!("nats {} b 1 orders.>", server.url());
     kill_workers(&raw(&server).await, &spec, "KV_b", "orders", async {}).await;
 }
@@ -319,7 +319,7 @@ async fn each_operation_has_one_message_in_a_batch_after_kills_of_workers_and_le
     let servers: Vec<async_nats::ServerAddr> = url.split(',').map(|url| url.parse().unwrap()).collect();
     let raw = async_nats::connect(servers).await.unwrap();
     api(&raw, "STREAM.DELETE.KV_b", json!({})).await;
-    options("b", 3, "orders.>").connect(&url).await.unwrap();
+    connect_replicated(options("b", "orders.>"), &url).await;
     let spec = format!("nats {url} b 3 orders.>");
     let kills = async {
         for _ in 0..3 {

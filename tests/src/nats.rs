@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use async_nats::HeaderMap;
 use idem_runtime::conformance::Subject;
+use idem_runtime::nats::NatsOptions;
 use idem_runtime::{Key, NatsStore};
 
 use crate::proxy::{Line, Proxy};
@@ -73,6 +74,22 @@ pub fn shared_cluster() -> &'static [String] {
     })
 }
 
+/// Opens a store on a stream with three replicas. Servers that have just started answer only once they have a leader.
+///
+/// # Panics
+/// If the cluster creates no bucket in a hundred tries.
+pub async fn connect_replicated(options: NatsOptions, url: &str) -> NatsStore {
+    let mut tries = 0;
+    loop {
+        match options.clone().num_replicas(3).connect(url).await {
+            Ok(store) => return store,
+            Err(error) => assert!(tries < 100, "no bucket: {error}"),
+        }
+        tries += 1;
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
 /// Stores for the conformance suite, on a stream with three replicas in a cluster of three servers. The handles are
 /// connected to different servers.
 ///
@@ -80,8 +97,8 @@ pub fn shared_cluster() -> &'static [String] {
 /// If the cluster can't be started.
 pub async fn replicated_subject() -> Subject {
     let urls = shared_cluster();
-    let open = async |url: &String| NatsStore::options().num_replicas(3).connect(url).await.expect("connects");
-    Subject::new(open(&urls[0]).await).peer(open(&urls[1]).await).largest_result(1_000_000)
+    let [store, peer] = [0, 1].map(|n| connect_replicated(NatsStore::options(), &urls[n]));
+    Subject::new(store.await).peer(peer.await).largest_result(1_000_000)
 }
 
 /// Stores a message under `subject`, as another program would.
@@ -252,10 +269,7 @@ impl NatsCluster {
             NatsServer::start_with(Kind::Nats, &format!("server_name: node{n}\n{cluster}\n"))
         });
         let cluster = Self { servers: servers.collect() };
-        crate::server::until("the cluster has created the bucket", async || {
-            NatsStore::options().bucket(bucket).num_replicas(3).connect(&cluster.url()).await.is_ok()
-        })
-        .await;
+        connect_replicated(NatsStore::options().bucket(bucket), &cluster.url()).await;
         cluster
     }
 
