@@ -629,8 +629,8 @@ fn refuse(seen: &mut ObservedCall, work: &mut dyn Work, error: Error, on_uncerta
         note_refusal();
         seen.again = Some(after);
     }
-    seen.progress = match Refusal::of(&error) {
-        None if let Error::Unsent { ran, attempt, replayable, .. } = error => {
+    seen.progress = match (Refusal::of(&error), &error) {
+        (None, &Error::Unsent { ran, attempt, replayable, .. }) => {
             let kept = match (attempt, replayable) {
                 (0, _) => RecordedPart::Nothing,
                 (_, true) => RecordedPart::Result,
@@ -638,8 +638,8 @@ fn refuse(seen: &mut ObservedCall, work: &mut dyn Work, error: Error, on_uncerta
             };
             Progress::Unsent { ran, kept, error: facts }
         }
-        Some(refusal) => Progress::Refused { refusal, error: facts },
-        None => Progress::Unrecorded { error: facts },
+        (Some(refusal), _) => Progress::Refused { refusal, error: facts },
+        (None, _) => Progress::Unrecorded { error: facts },
     };
     if let Some(uncertain) = error.uncertain() {
         report_uncertain(on_uncertain, uncertain);
