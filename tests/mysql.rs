@@ -6,18 +6,15 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures::future::join_all;
-use idem_runtime::codec::CodecName;
-use idem_runtime::key::Fingerprint;
 use idem_runtime::mysql::MySqlOptions;
-use idem_runtime::record::{State, StoredResult, Traceparent};
+use idem_runtime::record::State;
 use idem_runtime::store::{
-    Decision, DecisionAnswer, Filter, Finish, Holder, Lease, OwnerToken, Release, Reservation, ReserveRequest,
-    Standing, Verdict, renew_all,
+    Filter, Finish, Lease, OwnerToken, Release, Reservation, ReserveRequest, Standing, Verdict, renew_all,
 };
-use idem_runtime::{Error, Json, Key, MySqlStore, OnCrash, Operation, Store, StoreError, StoreErrorKind, current};
+use idem_runtime::{Error, Key, MySqlStore, Operation, Store, StoreError, StoreErrorKind, current};
 use idem_tests::calls::{
-    LEASE, POLICY, TRACEPARENT, TTL, call, done, is_of_a_later_format, kept, key, lease_of, one_step, request,
-    reserved, stored, wins,
+    LEASE, POLICY, TTL, call, done, is_of_a_later_format, key, lease_of, one_step, request, reserved, stored, wins,
+    write_pinned_records,
 };
 use idem_tests::log::Log;
 use idem_tests::mysql::{MySqlServer, is_mariadb, raw, shared, shared_table, write_nonsense};
@@ -130,56 +127,7 @@ async fn a_missing_or_foreign_table_is_refused() {
 #[tokio::test]
 async fn the_stored_form_is_pinned() {
     let (store, mut raw, table) = open().await;
-    // Records have fixed values, so that only their times differ between runs.
-    let fixed = |name: &str, fingerprint: Option<u8>, on_crash| {
-        request(&store, name)
-            .owner(OwnerToken::from_bytes(*b"0123456789abcdef"))
-            .fingerprint(fingerprint.map(|byte| Fingerprint::from_bytes([byte; 32])))
-            .on_crash(on_crash)
-            .holder(Holder::new(if fingerprint.is_some() { "host/7/name" } else { "" }))
-            .traceparent(TRACEPARENT.parse::<Traceparent>().ok().filter(|_| fingerprint.is_some()))
-    };
-    let stored = StoredResult::Encoded { codec: CodecName::of::<Json>(), bytes: br#"{"a":1}"#.to_vec().into() };
-    let finishes = [
-        ("completed", Some(0x5a), Finish::Completed(stored.clone())),
-        ("failed", None, Finish::Failed(stored)),
-        ("too-large", None, Finish::Completed(StoredResult::TooLarge { size: 300_000 })),
-        ("unencodable", None, Finish::Completed(StoredResult::Unencodable)),
-        ("completed-kept-journal", None, Finish::Completed(kept())),
-    ];
-    for (name, fingerprint, finish) in finishes {
-        let lease = wins(&store, &fixed(name, fingerprint, OnCrash::Fail)).await;
-        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
-    }
-    for (name, release) in
-        [("released", Release::Returned), ("not-started", Release::NotStarted), ("interrupted", Release::Interrupted)]
-    {
-        let lease = wins(&store, &fixed(name, None, OnCrash::Retry)).await;
-        assert_eq!(store.release(&lease, release).await.unwrap(), Verdict::Applied);
-        if release == Release::Interrupted {
-            let found = store.inspect(&lease.key).await.unwrap().expect("a record");
-            let noted = Decision::break_lease(&lease.key, &found).by("alice").reason("INC-7");
-            assert_eq!(store.decide(&noted).await.unwrap(), DecisionAnswer::Applied);
-        }
-    }
-    wins(&store, &fixed("pending", None, OnCrash::Retry)).await;
-    wins(&store, &fixed("pending-fail-fingerprint", Some(0x5a), OnCrash::Fail)).await;
-    let lease = wins(&store, &fixed("second-attempt", None, OnCrash::Retry)).await;
-    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
-    let again = fixed("second-attempt", None, OnCrash::Retry);
-    wins(&store, &again.owner(OwnerToken::from_bytes(*b"fedcba9876543210"))).await;
-    // Unfinished records with a journal.
-    for (name, end) in [
-        ("pending-journal", None),
-        ("released-journal", Some(Release::Returned)),
-        ("interrupted-journal", Some(Release::Interrupted)),
-    ] {
-        let lease = wins(&store, &fixed(name, Some(0x5a), OnCrash::Fail)).await;
-        assert_eq!(store.append(&lease, &one_step()).await.unwrap(), Verdict::Applied);
-        if let Some(release) = end {
-            assert_eq!(store.release(&lease, release).await.unwrap(), Verdict::Applied);
-        }
-    }
+    write_pinned_records(&store).await;
 
     // The rows are compared as statements that insert them, with times that differ by their retention.
     let columns = "`key`, format, state, owner, attempt, attempts_used, fingerprint, on_crash_fail, begun, lease_ms, ttl_ms, \

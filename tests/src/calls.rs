@@ -9,7 +9,8 @@ use idem_runtime::key::Fingerprint;
 use idem_runtime::outbox::{OutgoingMessage, SendFuture, Sender};
 use idem_runtime::record::{Record, StoredResult, Traceparent};
 use idem_runtime::store::{
-    Decision, DecisionAnswer, Finish, Holder, Journal, Lease, Release, Reservation, ReserveRequest, Verdict, renew_all,
+    Decision, DecisionAnswer, Finish, Holder, Journal, Lease, OwnerToken, Release, Reservation, ReserveRequest,
+    Verdict, renew_all,
 };
 use idem_runtime::{
     Error, Json, Key, OnCrash, Operation, Outcome, Policy, Store, StoreError, StoreErrorKind, current, observe,
@@ -80,6 +81,65 @@ pub fn with_journal(mut record: Record, journal: Journal) -> Record {
 pub fn kept() -> StoredResult {
     let bytes = [b"\x01\x03\x04json\0\0\0\0\0\0\0\x07{\"a\":1}", JOURNAL].concat();
     StoredResult::Encoded { codec: CodecName::new(b"idem:steps").expect("a valid name"), bytes: bytes.into() }
+}
+
+/// Writes records whose stored form is pinned: of attempts with every kind of end, of pending ones, and with a journal.
+///
+/// # Panics
+/// If the store refuses a write.
+pub async fn write_pinned_records(store: &impl Store) {
+    // Records have fixed values, so that only their times differ between runs.
+    let fixed = |name: &str, fingerprint: Option<u8>, on_crash| {
+        request(store, name)
+            .owner(OwnerToken::from_bytes(*b"0123456789abcdef"))
+            .fingerprint(fingerprint.map(|byte| Fingerprint::from_bytes([byte; 32])))
+            .on_crash(on_crash)
+            .holder(Holder::new(if fingerprint.is_some() { "host/7/name" } else { "" }))
+            .traceparent(TRACEPARENT.parse::<Traceparent>().ok().filter(|_| fingerprint.is_some()))
+    };
+    let result = stored(&br#"{"a":1}"#[..]);
+    // Records of attempts with every kind of end. One record was interrupted and has an operator's note.
+    let finishes = [
+        ("completed", Some(0x5a), Finish::Completed(result.clone())),
+        ("failed", None, Finish::Failed(result)),
+        ("too-large", None, Finish::Completed(StoredResult::TooLarge { size: 300_000 })),
+        ("unencodable", None, Finish::Completed(StoredResult::Unencodable)),
+        ("completed-kept-journal", None, Finish::Completed(kept())),
+    ];
+    for (name, fingerprint, finish) in finishes {
+        let lease = wins(store, &fixed(name, fingerprint, OnCrash::Fail)).await;
+        assert_eq!(store.finish(&lease, &finish).await.unwrap(), Verdict::Applied);
+    }
+    for (name, release) in
+        [("released", Release::Returned), ("not-started", Release::NotStarted), ("interrupted", Release::Interrupted)]
+    {
+        let lease = wins(store, &fixed(name, None, OnCrash::Retry)).await;
+        assert_eq!(store.release(&lease, release).await.unwrap(), Verdict::Applied);
+        if release == Release::Interrupted {
+            let found = store.inspect(&lease.key).await.unwrap().expect("a record");
+            let noted = Decision::break_lease(&lease.key, &found).by("alice").reason("INC-7");
+            assert_eq!(store.decide(&noted).await.unwrap(), DecisionAnswer::Applied);
+        }
+    }
+    // Pending records. The record with the name `second-attempt` was released once and reserved again.
+    wins(store, &fixed("pending", None, OnCrash::Retry)).await;
+    wins(store, &fixed("pending-fail-fingerprint", Some(0x5a), OnCrash::Fail)).await;
+    let lease = wins(store, &fixed("second-attempt", None, OnCrash::Retry)).await;
+    assert_eq!(store.release(&lease, Release::Returned).await.unwrap(), Verdict::Applied);
+    let again = fixed("second-attempt", None, OnCrash::Retry);
+    wins(store, &again.owner(OwnerToken::from_bytes(*b"fedcba9876543210"))).await;
+    // Unfinished records with a journal.
+    for (name, end) in [
+        ("pending-journal", None),
+        ("released-journal", Some(Release::Returned)),
+        ("interrupted-journal", Some(Release::Interrupted)),
+    ] {
+        let lease = wins(store, &fixed(name, Some(0x5a), OnCrash::Fail)).await;
+        assert_eq!(store.append(&lease, &one_step()).await.unwrap(), Verdict::Applied);
+        if let Some(release) = end {
+            assert_eq!(store.release(&lease, release).await.unwrap(), Verdict::Applied);
+        }
+    }
 }
 
 /// Asserts that the record of `name`, in format 2, is an error that names this format, and that no body runs.
