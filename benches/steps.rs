@@ -136,13 +136,12 @@ impl ByHand for Redis {
 
 #[cfg(feature = "mysql")]
 mod mysql {
+    use idem_benches::by_hand::mysql::NOW;
     use idem_runtime::MySqlStore;
     use mysql_async::prelude::Queryable as _;
     use mysql_async::{Conn, Opts, OptsBuilder, Value};
 
     use super::{ByHand, JOURNAL, LEASE_MS, RECORDS, TTL_MS, key, owner, result};
-
-    const NOW: &str = "timestampdiff(MICROSECOND, '1970-01-01', utc_timestamp(6))";
 
     pub(crate) struct MySql {
         connection: Conn,

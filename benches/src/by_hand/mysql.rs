@@ -11,7 +11,8 @@ use tokio::sync::Mutex;
 use super::SqlByHand;
 use super::postgres::{LEASE_MS, TTL_MS, key, owner};
 
-const NOW: &str = "timestampdiff(MICROSECOND, '1970-01-01', utc_timestamp(6))";
+/// The server's time in microseconds since 1970.
+pub const NOW: &str = "timestampdiff(MICROSECOND, '1970-01-01', utc_timestamp(6))";
 const RESERVE: &str = "\
     INSERT INTO hand_records (`key`, owner, format, state, attempt, attempts_used, on_crash_fail, lease_ms, ttl_ms, \
     first_seen_at, began_at, lapses_at, expires_at, listed_at) VALUES (:key, :owner, 1, 'pending', 1, 1, 0, :lease, :ttl, \
