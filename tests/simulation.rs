@@ -312,6 +312,7 @@ const BREAKS: &[(Broken, Check)] = &[
     (Broken::Between(DeliberateBreak::ReconcilersRepeatTheNumber), Check::Fencing),
     (Broken::Between(DeliberateBreak::RefusedRenewalsAreConfirmed), Check::Cancelled),
     (Broken::Between(DeliberateBreak::ValuesOutliveTheirCall), Check::Values),
+    (Broken::Between(DeliberateBreak::ResultsAreLeftOut), Check::LeftOut),
     (Broken::Between(DeliberateBreak::AppendsNothing), Check::StepReturned),
     (Broken::Between(DeliberateBreak::AppendsNothing), Check::StepAgain),
     (Broken::Between(DeliberateBreak::JournalsAreDropped), Check::StepAgain),

@@ -234,6 +234,29 @@ async fn a_result_that_the_store_never_accepts_is_left_out_of_the_record_after_h
 }
 
 #[tokio::test]
+async fn a_result_that_fails_again_after_an_outage_is_recorded_all_the_same() {
+    let world = World::new();
+    let mut call = Box::pin(observe(world.operation(POLICY).run(world.body())));
+    let began = world.clock.now();
+    // Within half a lease, one renewal succeeds. Then the store fails for a moment in which another request succeeds.
+    for (fault, until) in [
+        (Fault::Before(StoreErrorKind::Unavailable), LEASE / 2),
+        (Fault::BeforeResult(StoreErrorKind::Unavailable), LEASE * 3 / 5),
+    ] {
+        world.store.always(StoreCall::Finish, fault);
+        while world.clock.now().saturating_since(began) < until {
+            assert!(poll_once(call.as_mut()).await.is_pending());
+            settle().await;
+            world.clock.advance(Duration::from_millis(50));
+        }
+    }
+    world.store.always(StoreCall::Finish, Fault::None);
+    let (result, outcome) = driving(&world.clock, call).await;
+    assert_eq!(result.unwrap(), 1);
+    assert!(outcome.recorded() && outcome.result_stored());
+}
+
+#[tokio::test]
 async fn a_result_beside_a_journal_that_the_store_never_accepts_is_left_out_as_well() {
     let world = World::new();
     world.store.always(StoreCall::Finish, Fault::BeforeResult(StoreErrorKind::Full));

@@ -313,8 +313,9 @@ pub(crate) fn all() -> Vec<Config> {
             "a store that takes no results for half a lease, a lease and longer",
             &[Plan { record_errors: true, ..CALL }, SUCCEEDS],
             1,
-            Budget { faults: 3, beats: 2, ticks: 3, ..nothing },
+            Budget { faults: 4, beats: 2, ticks: 3, ..nothing },
         )
+        .lasting(3)
         .scenes(&[Shortened, Unrecorded, ErrorRecorded, Replay]),
         config(
             "drops",
@@ -796,8 +797,9 @@ pub(crate) fn all() -> Vec<Config> {
             "messages whose result is too large for the store, or that the store does not take for half a lease",
             &[Plan { messages: 1, ..SENDS }, Plan { messages: 1, too_large: true, ..SENDS }],
             1,
-            Budget { faults: 3, beats: 1, ticks: 1, unconfirmed: 1, ..nothing },
+            Budget { faults: 4, beats: 2, ticks: 2, unconfirmed: 1, ..nothing },
         )
+        .lasting(3)
         .scenes(&[SendsForAnother, TooLarge, Shortened, Replay]),
         config(
             "outbox_operators",
@@ -821,7 +823,7 @@ impl Config {
         Self { skew: Some(skew), lease: 1, ..self }.prepared()
     }
 
-    fn lasting(self, lease: u8) -> Self {
+    pub(crate) fn lasting(self, lease: u8) -> Self {
         Self { lease, ..self }.prepared()
     }
 

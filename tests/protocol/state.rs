@@ -433,8 +433,12 @@ pub(crate) struct Call {
     pub(crate) stop_at: u8,
     /// Time of the first failed write of the attempt's end; `None` if no write has failed.
     pub(crate) fails_since: Option<u8>,
-    /// True if a renewal that was sent after `fails_since` has been confirmed.
-    pub(crate) renewed: bool,
+    /// Number of writes of the attempt's end that failed, each after another renewal; two at most.
+    pub(crate) refusals: u8,
+    /// Time of the renewal before the last such write; `fails_since` if there is none.
+    pub(crate) counted: u8,
+    /// Time of the latest renewal that was confirmed before the write under way was sent; 0 before a write has failed.
+    pub(crate) renewed_at: u8,
     pub(crate) beat: Beat,
     /// True if the heartbeat has found the lease lost.
     pub(crate) lost: bool,
@@ -549,7 +553,9 @@ impl Call {
         registered: false,
         stop_at: 0,
         fails_since: None,
-        renewed: false,
+        refusals: 0,
+        counted: 0,
+        renewed_at: 0,
         beat: Beat::None,
         lost: false,
         refused: false,

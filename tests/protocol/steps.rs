@@ -1696,11 +1696,14 @@ fn ending_fails(
         Ending::CleanUp(_) | Ending::GiveBack | Ending::TryRelease => Ending::CleanUp(message(config, world, None)),
         other => other,
     };
-    // If renewals succeed while this write fails for half a lease, the result may be the cause, and the next try leaves
-    // the result out. If renewals fail as well, the store is unreachable, and may accept the result later.
+    // If this write fails for half a lease, and after each of two renewals, the result may be the cause, and the next
+    // try leaves the result out. If renewals fail as well, the store is unreachable, and may accept the result later.
     let call = world.call_mut(who);
-    let renews = std::mem::replace(&mut call.renewed, call.asked_at > since);
-    let too_long = renews && trouble.is_transient() && 2 * (now - since) >= config.span();
+    if call.renewed_at > call.counted.max(since) {
+        (call.refusals, call.counted) = (2.min(call.refusals + 1), call.renewed_at);
+    }
+    call.renewed_at = call.asked_at;
+    let too_long = call.refusals == 2 && trouble.is_transient() && 2 * (now - since) >= config.span();
     if let (Ending::Finish { kept: ModelResult::Stored(_), ok }, true) = (ending, too_long) {
         return next(world, Ending::Shortened { ok });
     }
@@ -1909,7 +1912,8 @@ fn clean_up(config: &Config, world: &mut World, who: CallId, told: Class) {
 fn late(config: &Config, world: &mut World, who: CallId, ending: Ending, told: Class) {
     orphan_beat(config, world, who);
     let call = world.call_mut(who);
-    (call.give_up_at, call.unanswered, call.fails_since, call.renewed) = (0, None, None, false);
+    (call.give_up_at, call.unanswered, call.fails_since) = (0, None, None);
+    (call.refusals, call.counted, call.renewed_at) = (0, 0, 0);
     call.registered = false;
     call.stop_at = 0;
     // A late write needs only one fact of the attempt: the time at which its lease was last confirmed.

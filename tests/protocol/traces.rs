@@ -34,7 +34,8 @@ use super::config::{Config, Plan, Reaction};
 use super::mutants::Mutant;
 use super::state::{
     Answer, Append, Beat, CallId, Class, Done, Ending, Entry, GUARDED, Journal as ModelJournal, Line, MESSAGES, Mail,
-    ModelResult, Phase, Progress, ReleaseKind, Request, RequestKind, Slot, Stage, StepDecision, StepEnd, World, holder,
+    ModelResult, ModelState, Phase, Progress, ReleaseKind, Request, RequestKind, Slot, Stage, StepDecision, StepEnd,
+    World, holder,
 };
 use super::steps::{Action, pending_request, store_does, take};
 use super::store::{self, End, Reading, TICK, TTL};
@@ -1518,13 +1519,42 @@ fn a_model_that_sends_messages_differently_disagrees_with_the_engine() {
         // The same traces each time: some of these differences are rare.
         let rng = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
         let result = TestRunner::new_with_rng(runner, rng).run(&choices, |choices| {
-            let plan = Plan { messages: MESSAGES, wait: Some(3), ..Plan::default() };
+            // A result that is too large is left out at once, and another one only after two renewals.
+            let too_large = mutant == Mutant::ShortenedDropsMessages;
+            let plan = Plan { messages: MESSAGES, wait: Some(3), too_large, ..Plan::default() };
             let config = Config::of(&[plan, plan]).with(mutant);
             let mut pair = Pair::new(&config, Script { end: StepEnd::Value, settled: Settled::Unknown });
             runtime.block_on(pair.follows(&choices, |_| ()))
         });
         assert!(result.is_err(), "{mutant:?} makes no difference");
     }
+}
+
+/// The model and the engine leave a result out after the same refusals. A random trace hardly ever has that many.
+#[test]
+fn a_result_that_is_refused_after_two_renewals_is_left_out_in_the_model_and_in_the_engine() {
+    let config = Config::of(&[Plan::default()]).lasting(3);
+    let mut pair = Pair::new(&config, Script { end: StepEnd::Value, settled: Settled::Unknown });
+    runtime().block_on(async {
+        let (mut refused_at, mut refusals) = (None, 0);
+        while !matches!(pair.phase(), Phase::Over(_)) {
+            pair.meet().await.unwrap();
+            let next = match pair.phase() {
+                Phase::Body { .. } => Move::Return(true),
+                _ if pair.beat.is_some() => Move::AnswerBeat,
+                Phase::Ending { ending: Ending::Finish { .. }, .. } if refused_at == Some(pair.world.now) => Move::Tick,
+                Phase::Ending { ending: Ending::Finish { .. }, .. } => Move::TurnAway,
+                _ => Move::Answer,
+            };
+            if matches!(next, Move::TurnAway) {
+                (refused_at, refusals) = (Some(pair.world.now), refusals + 1);
+            }
+            pair.make(next).await;
+        }
+        pair.meet().await.unwrap();
+        let stand = pair.world.slots[0].expect("a record").stand;
+        assert_eq!((stand, refusals), (ModelState::Completed(ModelResult::TooLarge(0)), 4));
+    });
 }
 
 /// The comparison must fail if the model ends its call differently.

@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use idem_runtime::clock::Clock;
 use idem_runtime::key::Fingerprint;
-use idem_runtime::record::{Record, Ruling, State};
+use idem_runtime::record::{Record, Ruling, State, StoredResult};
 use idem_runtime::store::{
     Action, Decision, Finish, Inspection, Journal, Lease, OwnerToken, Release, Reservation, ReserveRequest, Revision,
     StepState, Verdict,
 };
 use idem_runtime::testing::SimulatedClock;
-use idem_runtime::{Key, OnCrash};
+use idem_runtime::{Key, OnCrash, StoreErrorKind};
 use idem_tests::decided;
 
 use crate::reference::{Answer, Ask, Entry, NOBODY, Phase, Sight, Unsent};
@@ -51,8 +51,8 @@ pub(crate) enum OperationAnswer {
 pub(crate) enum End {
     /// The caller got no answer: the operation may take effect at any time after its invocation, or never.
     Unanswered,
-    /// The caller got the answer that the operation had no effect.
-    NothingDone,
+    /// The caller got an error of this kind, which says that the operation had no effect.
+    NothingDone(StoreErrorKind),
     /// The caller got this answer; `at` is the reading of the store's clock when the store executed the operation.
     Answered { said: OperationAnswer, at: u64 },
 }
@@ -415,6 +415,47 @@ impl History {
         })
     }
 
+    /// Reports whether the end of this attempt was requested before.
+    pub(crate) fn has_been_finished(&mut self, lease: &Lease) -> bool {
+        let owner = self.ask(lease).owner;
+        self.ops.iter().any(|op| matches!(&op.asked, OperationArgs::Finish(ask, ..) if ask.owner == owner))
+    }
+
+    /// Completions of `key` without their result that were requested before the store had refused the result often
+    /// enough. The store has refused a result often enough if it said that the result is too large; or if it refused
+    /// the result for half a lease, and after each of two renewals.
+    pub(crate) fn left_out_early(&self, key: usize) -> impl Iterator<Item = &Op> {
+        self.ops.iter().filter(move |op| {
+            let OperationArgs::Finish(ask, _, Finish::Completed(StoredResult::TooLarge { .. }), _) = &op.asked else {
+                return false;
+            };
+            let earlier = self.ops.iter().filter(|it| it.key == key && it.invoked < op.invoked);
+            let tries = earlier.clone().filter(|it| match &it.asked {
+                OperationArgs::Finish(by, _, finish, _) => {
+                    by.owner == ask.owner && matches!(finish.result(), StoredResult::Encoded { .. })
+                }
+                _ => false,
+            });
+            let renewals = earlier.filter(|it| match (&it.asked, &it.end) {
+                (OperationArgs::Renew(by, _), End::Answered { said, .. }) => {
+                    by.owner == ask.owner && *said == OperationAnswer::Write(Verdict::Applied)
+                }
+                _ => false,
+            });
+            // The handler's own limit, or its codec, left out a result that was never sent.
+            let Some(first) = tries.clone().next() else { return false };
+            let is_too_large = tries.clone().any(|it| it.end == End::NothingDone(StoreErrorKind::TooLarge));
+            let (refusals, _) = tries.fold((0, first.invoked_at), |(refusals, counted), it| {
+                let heard =
+                    renewals.clone().filter(|renewal| renewal.responded.is_some_and(|heard| heard < it.invoked));
+                let renewed_at = heard.map(|renewal| renewal.invoked_at).max().unwrap_or_default();
+                if renewed_at > counted { (refusals + 1, renewed_at) } else { (refusals, counted) }
+            });
+            let is_often_enough = refusals >= 2 && op.invoked_at - first.invoked_at >= ask.lease / 2;
+            op.key == key && !is_too_large && !is_often_enough
+        })
+    }
+
     /// Process to which the store granted attempt `attempt` of `key`, and the `on_crash` of its reservation.
     pub(crate) fn holder(&self, key: usize, attempt: u32) -> Option<(usize, OnCrash)> {
         self.ops.iter().rev().filter(|op| op.key == key && op.granted == Some(attempt)).find_map(|op| match &op.asked {
@@ -548,7 +589,7 @@ impl History {
                     Some((event, at)) => format!("? (done #{event} at {} ms)", millis(*at)),
                     None => "?".to_owned(),
                 },
-                End::NothingDone => "nothing done".to_owned(),
+                End::NothingDone(kind) => format!("nothing done: {kind:?}"),
                 End::Answered { said, at } => format!("{said:?} at {} ms", millis(*at)),
             };
             writeln!(

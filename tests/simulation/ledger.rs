@@ -39,6 +39,9 @@ pub(crate) enum Check {
     Replay,
     /// `Ok` is returned only once the result is recorded.
     Recorded,
+    /// A result is left out of its record only if the store refuses it for good, or for half a lease and after each of
+    /// two renewals.
+    LeftOut,
     /// Every message is acknowledged or set aside in the end, and every failed call has a reason.
     MissingEffect,
     /// At the end of the world, no key is held.
@@ -111,6 +114,7 @@ impl Check {
         Self::AtMostOnce,
         Self::Replay,
         Self::Recorded,
+        Self::LeftOut,
         Self::MissingEffect,
         Self::Leak,
         Self::Values,
@@ -741,6 +745,9 @@ impl Ledger {
             self.unbegun(net, key, &runs, &met, &mut find);
             self.returned(net, key, &runs, &mut find);
             self.refused(net, key, &runs, &met, &mut find);
+            for op in net.history().left_out_early(key) {
+                find(Check::LeftOut, format!("{op:?} leaves out a result that the store may hold"));
+            }
         }
         for (key, text) in net.overslept() {
             findings.push(Finding { check: Check::Woken, key: net.history().key(&key), text });

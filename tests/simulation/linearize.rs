@@ -56,7 +56,7 @@ pub(crate) fn check_from_outside(history: &History, key: usize) -> Judgement {
 }
 
 fn search(history: &History, key: usize, hints: bool) -> Judgement {
-    let ops = history.ops.iter().filter(|op| op.key == key && op.end != End::NothingDone).collect();
+    let ops = history.ops.iter().filter(|op| op.key == key && !matches!(op.end, End::NothingDone(_))).collect();
     let ticks = history.ticks.iter().copied().collect();
     let mut search = Search { ops, ticks, hints, seen: HashSet::new(), best: 0, stuck_at: String::new() };
     let mut done = vec![false; search.ops.len()];
@@ -236,7 +236,7 @@ mod by_hand {
     use idem_runtime::record::StoredResult;
     use idem_runtime::store::{Finish, Verdict};
     use idem_runtime::testing::{SimulatedClock, Simulation};
-    use idem_runtime::{Key, OnCrash};
+    use idem_runtime::{Key, OnCrash, StoreErrorKind};
 
     use super::{Judgement, check};
     use crate::history::{End, History, OperationAnswer, OperationArgs, nanos};
@@ -373,7 +373,7 @@ mod by_hand {
         // The operation must not happen if the store answered that it had no effect.
         assert!(!holds(&script(|it| {
             let op = it.ask(reserve(1));
-            it.history.respond(op, End::NothingDone);
+            it.history.respond(op, End::NothingDone(StoreErrorKind::Unavailable));
             it.done(reserve(2), pending(1, 30));
         })));
     }

@@ -101,6 +101,9 @@ pub(crate) enum DeliberateBreak {
     ReconcilersRepeatTheNumber,
     /// A process hears that a refused renewal was made, as if the engine went on without its lease.
     RefusedRenewalsAreConfirmed,
+    /// A result is left out of its record when it is written for the second time, as if the engine took any failure for
+    /// a refusal of the result.
+    ResultsAreLeftOut,
     /// A value of a body outlives the call, as if the engine ended the attempt before it dropped the body.
     ValuesOutliveTheirCall,
 }
@@ -596,7 +599,7 @@ impl Line {
             (Fate::Refused(kind), _) => StoreError::new(kind, "refused"),
             _ => unknown("no answer"),
         };
-        let end = if error.may_have_landed() { End::Unanswered } else { End::NothingDone };
+        let end = if error.may_have_landed() { End::Unanswered } else { End::NothingDone(error.kind()) };
         for op in ops {
             history.respond(*op, end.clone());
         }
@@ -876,7 +879,18 @@ impl Store for Line {
     }
 
     fn finish<'a>(&'a self, lease: &'a Lease, finish: &'a Finish) -> StoreFuture<'a, Verdict> {
-        StoreFuture::new(async move { self.exchange(Request::Finish(lease.clone(), finish.clone())).await.map(one) })
+        StoreFuture::new(async move {
+            let finish = match finish {
+                Finish::Completed(StoredResult::Encoded { bytes, .. })
+                    if self.0.net.prank == DeliberateBreak::ResultsAreLeftOut
+                        && self.0.net.history().has_been_finished(lease) =>
+                {
+                    Finish::Completed(StoredResult::TooLarge { size: bytes.len() as u64 })
+                }
+                whole => whole.clone(),
+            };
+            self.exchange(Request::Finish(lease.clone(), finish)).await.map(one)
+        })
     }
 
     fn release<'a>(&'a self, lease: &'a Lease, release: Release) -> StoreFuture<'a, Verdict> {

@@ -13,6 +13,9 @@ use crate::store::{FlushGuard, LateEndGuard, Store, StoreError, StoreErrorKind, 
 /// First pause between two tries of a write. The pause doubles with each try, up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// Number of refusals, each after another renewal of the lease, that are blamed on the result. A store that fails twice
+/// may renew a lease between its failures.
+const REFUSALS: u32 = 2;
 
 /// Writes the end of an attempt once.
 pub(crate) fn write<'a>(store: &'a dyn Store, lease: &'a Lease, ending: &'a AttemptEnd) -> StoreFuture<'a, Verdict> {
@@ -50,6 +53,10 @@ pub(super) struct Tries<'a> {
     confirmed_at: Instant,
     began: Instant,
     pause: Duration,
+    /// Number of tries that failed, each after another renewal of the lease.
+    refusals: u32,
+    /// Time of the renewal before the last such try; of the first try, if there is none.
+    counted: Instant,
     /// Set if the write is repeated after the lapse of the lease, while the process lives and the record is retained.
     outlasts: Option<LateEndGuard>,
     /// Keeps `flush` waiting until the lease has lapsed. `None` after that lapse, and for a write that its call awaits.
@@ -63,7 +70,8 @@ impl<'a> Tries<'a> {
 
     /// Makes tries of which the first was made at `began`.
     pub(super) fn since(began: Instant, store: &'a dyn Store, lease: &'a Lease, confirmed_at: Instant) -> Self {
-        Self { store, lease, confirmed_at, began, pause: FIRST_PAUSE, outlasts: None, under_way: None }
+        let (pause, refusals, counted) = (FIRST_PAUSE, 0, began);
+        Self { store, lease, confirmed_at, began, pause, refusals, counted, outlasts: None, under_way: None }
     }
 
     /// Converts these tries into the tries of a late write, for which no call waits.
@@ -75,13 +83,14 @@ impl<'a> Tries<'a> {
         self.store.context().clock().now().saturating_since(self.began)
     }
 
-    /// Returns whether the store has confirmed a renewal of the lease that was sent after the first try.
-    pub(super) fn renewed(&self) -> bool {
-        self.store
-            .context()
-            .leases()
-            .confirmed_at(self.lease.owner)
-            .is_some_and(|confirmed_at| confirmed_at > self.began)
+    /// Tries `ending` once, and counts a failure if it follows another renewal than those before.
+    async fn write(&mut self, ending: &AttemptEnd) -> Result<Verdict, StoreError> {
+        let renewed_at = self.store.context().leases().confirmed_at(self.lease.owner);
+        let written = write(self.store, self.lease, ending).await;
+        if let (Err(_), Some(renewed_at)) = (&written, renewed_at.filter(|renewed_at| *renewed_at > self.counted)) {
+            (self.refusals, self.counted) = (self.refusals + 1, renewed_at);
+        }
+        written
     }
 
     /// Waits for the next try; returns false if the tries are over. A write is tried for one lease at most: otherwise a
@@ -107,21 +116,19 @@ impl<'a> Tries<'a> {
 
 /// Repeats `ending`, whose first write returned `written`, for one lease at most and while the lease can be held. Every
 /// write is safe to repeat with its owner token. `ending` loses its result if the store can't hold the result, or if
-/// the store renews the lease but has not accepted the result for half a lease.
+/// the store refuses the result for half a lease, and after each of two renewals of the lease.
 pub(super) async fn write_again(
     mut tries: Tries<'_>,
     ending: &mut AttemptEnd,
     mut written: Result<Verdict, StoreError>,
 ) -> Result<Verdict, StoreError> {
     let Tries { store, lease, .. } = tries;
-    // True if, before the last write, the store had confirmed a renewal that was sent after the first try.
-    let mut renews = false;
     loop {
         let Err(error) = written else { return written };
         let too_large = error.kind() == StoreErrorKind::TooLarge;
         // The result is given up only if the store renews leases: a store that accepts no write at all may accept the
         // result after the outage.
-        let too_long = renews && may_pass(&error) && tries.elapsed() >= lease.duration / 2;
+        let too_long = tries.refusals >= REFUSALS && may_pass(&error) && tries.elapsed() >= lease.duration / 2;
         written = Err(error);
         if (too_large || too_long)
             && let Some(mut without_result) = ending.without_result()
@@ -147,8 +154,7 @@ pub(super) async fn write_again(
         if !matches!(&written, Err(error) if may_pass(error)) || !tries.again().await {
             return written;
         }
-        renews = tries.renewed();
-        written = write(store, lease, ending).await;
+        written = tries.write(ending).await;
     }
 }
 
