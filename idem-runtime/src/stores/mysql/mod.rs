@@ -28,7 +28,7 @@ use self::batch::{BeginMarks, EndWrites, JournalWrites, LookupResult, Reservatio
 use self::client::MySqlPool;
 use self::failure::OpFailure;
 pub use self::options::MySqlOptions;
-use self::sql::{SizeLimit, Statements};
+use self::sql::{DecisionWrite, SizeLimit, Statements};
 use self::statement_pool::{ServerTraits, StatementPool};
 use self::wake::Polls;
 pub use self::within::{InMySql, MySqlTransaction, Transaction};
@@ -43,7 +43,7 @@ use crate::kit::waiting::WaiterTable;
 use crate::kit::work::{Effect, EndRow, JournalRow, WorkLanes, by_key};
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, OwnerToken, ReadExtent, Record, Release, Reservation,
-    ReserveRequest, Ruling, State, Verdict,
+    ReserveRequest, State, Verdict,
 };
 use crate::store::{
     Answers, Filter, Page, Store, StoreContext, StoreError, StoreErrorKind, StoreFuture, store_of_shared,
@@ -531,42 +531,14 @@ impl MySqlInner {
     async fn try_decide(&self, decision: &Decision) -> Result<Option<DecisionAnswer>, StoreError> {
         let here = self.here()?;
         let (server, key) = (&here.server, decision.key.as_str());
-        let Some(row) = server.row(key).await? else { return Ok(Some(DecisionAnswer::NoRecord)) };
-        let Ok(found) = sql::found(&row, ReadExtent::Whole) else {
-            // An unreadable row can only be forgotten.
-            let Some(examined) = sql::examine(&row) else { return Ok(Some(DecisionAnswer::NoRecord)) };
-            if let Ruling::Answer(refused) = examined.inspection.decide(decision) {
-                return Ok(Some(refused));
-            }
-            return self.apply(&server.sql.forget_damaged, examined.stored, Effect::Writes, key).await;
+        let row = server.row(key).await?;
+        let DecisionWrite { statement, params, effect } = match server.sql.write_of(decision, row.as_ref()) {
+            Ok(write) => write,
+            Err(answer) => return Ok(Some(answer)),
         };
-        if found.is_expired() {
-            return Ok(Some(DecisionAnswer::NoRecord));
-        }
-        match found.record.decide(decision, found.lapses_in()) {
-            Ruling::Answer(refused) => Ok(Some(refused)),
-            Ruling::Replace(with) => {
-                let effect = Effect::Records(with.state.result().map_or(0, crate::record::StoredResult::stored_bytes));
-                self.apply(&server.sql.decide, sql::decide(decision, &found.record, &with), effect, key).await
-            }
-            Ruling::Remove => {
-                self.apply(&server.sql.forget, sql::seen(decision, &found.record), Effect::Writes, key).await
-            }
-        }
-    }
-
-    /// Runs a statement that applies a decision. Returns `None` if the record has changed since it was read.
-    async fn apply(
-        &self,
-        statement: &sql::Statement,
-        params: Vec<sql::Param>,
-        effect: Effect,
-        key: &str,
-    ) -> Result<Option<DecisionAnswer>, StoreError> {
-        let here = self.here()?;
-        match here.server.one(statement, params, effect).await {
+        match server.one(statement, params, effect).await {
             Ok(answer) if answer.affected > 0 => {
-                here.server.wake(key);
+                server.wake(key);
                 Ok(Some(DecisionAnswer::Applied))
             }
             Ok(_) => Ok(None),

@@ -18,9 +18,11 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use crate::kit::rows::{FoundRow, Micros, millis, number_of, stored_length};
+use crate::kit::work::Effect;
 use crate::record::format::FormatError;
 use crate::record::{
-    Action, Decision, Inspection, Journal, Lease, Parts, ReadExtent, Record, ReserveRequest, StoredResult,
+    Action, Decision, DecisionAnswer, Inspection, Journal, Lease, Parts, ReadExtent, Record, ReserveRequest, Ruling,
+    StoredResult,
 };
 use crate::store::{Cursor, Filter, Page, StoreError, StoreErrorKind};
 
@@ -986,8 +988,43 @@ pub(super) fn end(key: &str, record: &Record, refund: i64, ttl: Duration) -> Vec
     ]
 }
 
+/// The write that applies a decision to a row.
+pub(super) struct DecisionWrite<'s> {
+    pub(super) statement: &'s Statement,
+    pub(super) params: Vec<Param>,
+    pub(super) effect: Effect,
+}
+
+impl Statements {
+    /// Returns the write that applies `decision` to `row`, the row of its key. The error is the answer to a decision
+    /// that writes nothing.
+    pub(super) fn write_of(&self, decision: &Decision, row: Option<&Row>) -> Result<DecisionWrite<'_>, DecisionAnswer> {
+        let row = row.ok_or(DecisionAnswer::NoRecord)?;
+        let (statement, params, effect) = match found(row, ReadExtent::Whole) {
+            // An unreadable row can only be forgotten.
+            Err(_) => {
+                let examined = examine(row).ok_or(DecisionAnswer::NoRecord)?;
+                if let Ruling::Answer(refused) = examined.inspection.decide(decision) {
+                    return Err(refused);
+                }
+                (&self.forget_damaged, examined.stored, Effect::Writes)
+            }
+            Ok(found) if found.is_expired() => return Err(DecisionAnswer::NoRecord),
+            Ok(found) => match found.record.decide(decision, found.lapses_in()) {
+                Ruling::Answer(refused) => return Err(refused),
+                Ruling::Replace(with) => {
+                    let effect = Effect::Records(with.state.result().map_or(0, StoredResult::stored_bytes));
+                    (&self.decide, decide(decision, &found.record, &with), effect)
+                }
+                Ruling::Remove => (&self.forget, seen(decision, &found.record), Effect::Writes),
+            },
+        };
+        Ok(DecisionWrite { statement, params, effect })
+    }
+}
+
 /// Returns the parameters that name the record that `decision` found.
-pub(super) fn seen(decision: &Decision, found: &Record) -> Vec<Param> {
+fn seen(decision: &Decision, found: &Record) -> Vec<Param> {
     let seen = Parts::of(found);
     vec![
         decision.key.as_str().into(),
@@ -1001,7 +1038,7 @@ pub(super) fn seen(decision: &Decision, found: &Record) -> Vec<Param> {
 }
 
 /// Returns the parameters of a decision that replaces the record `found` by the record `with`.
-pub(super) fn decide(decision: &Decision, found: &Record, with: &Record) -> Vec<Param> {
+fn decide(decision: &Decision, found: &Record, with: &Record) -> Vec<Param> {
     let parts = Parts::of(with);
     // The statement itself keeps the journal of an unfinished record, so only a changed journal is sent.
     let changes_journal = matches!(decision.action, Action::ReopenWith(_));

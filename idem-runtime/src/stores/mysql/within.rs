@@ -16,7 +16,7 @@ use tokio::sync::MutexGuard;
 
 use super::failure::{meaning, shown};
 use super::locked_or_changing;
-use super::sql::{self, Param, Row, SizeLimit, Statement, Statements};
+use super::sql::{self, DecisionWrite, Param, Row, SizeLimit, Statement, Statements};
 use crate::clock::Clock;
 use crate::key::Key;
 use crate::kit::held::{MEETINGS, held_by_another};
@@ -25,7 +25,7 @@ use crate::kit::rows::{AdmissionOutcome, FoundRow, corrupt};
 use crate::kit::tables::{NamedTable, RecentTables};
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Lease, ReadExtent, Record, Release, Reservation, ReserveRequest,
-    Ruling, State, StoredResult, Verdict,
+    State, StoredResult, Verdict,
 };
 use crate::store::transaction::{
     DriverTransaction, ExchangeGuard, Sealed, SharedTransaction, TransactionStore, can_not_continue,
@@ -319,23 +319,10 @@ impl<T: Transaction> InMySql<'_, T> {
 
     /// Applies an operator's decision to the record of its key. Returns `None` if the record has changed meanwhile.
     async fn try_decide(&self, decision: &Decision) -> Result<Option<DecisionAnswer>, StoreError> {
-        let statements = &self.table.statements;
-        let Some(row) = self.row_held(&decision.key).await? else { return Ok(Some(DecisionAnswer::NoRecord)) };
-        let (statement, params) = match sql::found(&row, ReadExtent::Whole) {
-            // An unreadable row can only be forgotten.
-            Err(_) => {
-                let Some(examined) = sql::examine(&row) else { return Ok(Some(DecisionAnswer::NoRecord)) };
-                if let Ruling::Answer(refused) = examined.inspection.decide(decision) {
-                    return Ok(Some(refused));
-                }
-                (&statements.forget_damaged, examined.stored)
-            }
-            Ok(found) if found.is_expired() => return Ok(Some(DecisionAnswer::NoRecord)),
-            Ok(found) => match found.record.decide(decision, found.lapses_in()) {
-                Ruling::Answer(refused) => return Ok(Some(refused)),
-                Ruling::Replace(with) => (&statements.decide, sql::decide(decision, &found.record, &with)),
-                Ruling::Remove => (&statements.forget, sql::seen(decision, &found.record)),
-            },
+        let row = self.row_held(&decision.key).await?;
+        let DecisionWrite { statement, params, .. } = match self.table.statements.write_of(decision, row.as_ref()) {
+            Ok(write) => write,
+            Err(answer) => return Ok(Some(answer)),
         };
         let is_written = self.writes(statement, &params).await?;
         Ok(is_written.then_some(DecisionAnswer::Applied))
