@@ -42,7 +42,7 @@ use crate::kit::rows::{AdmissionOutcome, FoundRow, corrupt};
 use crate::kit::waiting::WaiterTable;
 use crate::kit::work::{Effect, EndRow, JournalRow, WorkLanes, by_key};
 use crate::record::{
-    Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, OwnerToken, ReadExtent, Record, Release, Reservation,
+    Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, OwnerToken, Record, Release, Reservation,
     ReserveRequest, State, Verdict,
 };
 use crate::store::{
@@ -739,5 +739,5 @@ impl Store for MySqlInner {
 /// If the row is no record.
 #[cfg(feature = "conformance")]
 pub fn read_row(values: Vec<mysql_async::Value>) -> Result<Inspection, StoreError> {
-    sql::found(&values.into(), ReadExtent::Whole).map(FoundRow::inspection).map_err(corrupt)
+    sql::found(&values.into(), crate::record::ReadExtent::Whole).map(FoundRow::inspection).map_err(corrupt)
 }
