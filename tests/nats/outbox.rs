@@ -180,7 +180,7 @@ async fn a_replicated_stream_stores_messages_and_record_in_one_step() {
     let raw = async_nats::connect(url).await.unwrap();
     let mut counted = Counted::of(raw.clone(), "$KV.batches.>", "$JS.API.STREAM.MSG.GET.KV_batches").await;
     assert_eq!(push(&store, "k", "batches.paid", &["one", "two"]).await.unwrap(), 1);
-    assert_eq!(counted.since().await, [2, 0, 0], "the reservation and the record, without a mark");
+    assert_eq!(counted.since_all_of(&store).await, [2, 0, 0], "the reservation and the record, without a mark");
     assert!(!is_unsent(&store, "k").await);
     assert_eq!(push(&store, "k", "batches.paid", &["three"]).await.unwrap(), 1);
     let messages = stored(&raw, "KV_batches", "batches").await;
