@@ -882,12 +882,16 @@ async fn a_holder_whose_record_was_lost_does_not_overwrite_that_of_the_next_hold
 #[tokio::test]
 async fn renewals_without_answers_end_after_one_time_limit() {
     let server = NatsServer::start();
-    let (store, proxy) = behind_a_proxy(&server).await;
+    let (patient, (store, proxy)) = (connect(&server).await, behind_a_proxy(&server).await);
     let mut leases = Vec::new();
     for n in 0..600 {
-        leases.push(reserved(&store, &format!("k{n}")).await);
+        leases.push(reserved(&patient, &format!("k{n}")).await);
     }
-    assert_eq!(renew_all(&store, &leases).await.unwrap(), vec![Verdict::Applied; 600]);
+    // A busy machine may not renew all of them within the short time limit.
+    until("the leases are renewed", async || {
+        renew_all(&store, &leases).await.is_ok_and(|renewed| renewed == [Verdict::Applied; 600])
+    })
+    .await;
     let mut counted = Counted::on(&server).await;
     proxy.set(Line::LoseReplies);
     renew_all(&store, &leases).await.unwrap_err();
