@@ -425,34 +425,29 @@ impl History {
     /// enough. The store has refused a result often enough if it said that the result is too large; or if it refused
     /// the result for half a lease, and after each of two renewals.
     pub(crate) fn left_out_early(&self, key: usize) -> impl Iterator<Item = &Op> {
-        self.ops.iter().filter(move |op| {
-            let OperationArgs::Finish(ask, _, Finish::Completed(StoredResult::TooLarge { .. }), _) = &op.asked else {
+        self.ops.iter().filter(move |op| op.key == key).filter(move |op| {
+            let OperationArgs::Finish(ask, attempt, Finish::Completed(StoredResult::TooLarge { .. }), _) = &op.asked
+            else {
                 return false;
             };
-            let earlier = self.ops.iter().filter(|it| it.key == key && it.invoked < op.invoked);
-            let tries = earlier.clone().filter(|it| match &it.asked {
+            let tries = self.ops.iter().filter(|it| match &it.asked {
                 OperationArgs::Finish(by, _, finish, _) => {
-                    by.owner == ask.owner && matches!(finish.result(), StoredResult::Encoded { .. })
-                }
-                _ => false,
-            });
-            let renewals = earlier.filter(|it| match (&it.asked, &it.end) {
-                (OperationArgs::Renew(by, _), End::Answered { said, .. }) => {
-                    by.owner == ask.owner && *said == OperationAnswer::Write(Verdict::Applied)
+                    let is_earlier = by.owner == ask.owner && it.invoked < op.invoked;
+                    is_earlier && matches!(finish.result(), StoredResult::Encoded { .. })
                 }
                 _ => false,
             });
             // The handler's own limit, or its codec, left out a result that was never sent.
             let Some(first) = tries.clone().next() else { return false };
             let is_too_large = tries.clone().any(|it| it.end == End::NothingDone(StoreErrorKind::TooLarge));
-            let (refusals, _) = tries.fold((0, first.invoked_at), |(refusals, counted), it| {
-                let heard =
-                    renewals.clone().filter(|renewal| renewal.responded.is_some_and(|heard| heard < it.invoked));
-                let renewed_at = heard.map(|renewal| renewal.invoked_at).max().unwrap_or_default();
-                if renewed_at > counted { (refusals + 1, renewed_at) } else { (refusals, counted) }
-            });
+            let (mut refusals, mut counted) = (0, first.invoked_at);
+            for it in tries {
+                if let Some(renewed_at) = self.confirmed_before(key, *attempt, it.invoked).filter(|at| *at > counted) {
+                    (refusals, counted) = (refusals + 1, renewed_at);
+                }
+            }
             let is_often_enough = refusals >= 2 && op.invoked_at - first.invoked_at >= ask.lease / 2;
-            op.key == key && !is_too_large && !is_often_enough
+            !is_too_large && !is_often_enough
         })
     }
 
@@ -529,6 +524,12 @@ impl History {
 
     /// Time of the latest request that was confirmed and renewed the lease of attempt `attempt` of `key`.
     pub(crate) fn confirmed_at(&self, key: usize, attempt: u32) -> Option<u64> {
+        self.confirmed_before(key, attempt, u64::MAX)
+    }
+
+    /// Time of the latest request that renewed the lease of attempt `attempt` of `key`, and was confirmed before the
+    /// event `when`.
+    fn confirmed_before(&self, key: usize, attempt: u32, when: u64) -> Option<u64> {
         let confirms = |op: &&Op| match (&op.asked, &op.end) {
             (
                 OperationArgs::Begin(_, it) | OperationArgs::Renew(_, it) | OperationArgs::Append(_, it, _),
@@ -537,7 +538,8 @@ impl History {
             (OperationArgs::Reserve(_), End::Answered { .. }) => op.granted == Some(attempt),
             _ => false,
         };
-        self.ops.iter().filter(|op| op.key == key).filter(confirms).map(|op| op.invoked_at).max()
+        let heard = |op: &&Op| op.responded.is_some_and(|heard| heard < when);
+        self.ops.iter().filter(|op| op.key == key).filter(confirms).filter(heard).map(|op| op.invoked_at).max()
     }
 
     /// Time at which the first release of attempt `attempt` of `key` took effect.
