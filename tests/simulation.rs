@@ -459,6 +459,15 @@ const BREAKS: &[(Broken, Check)] = &[
 /// Number of worlds within which a check must notice a deliberate break.
 const WORLDS_TO_NOTICE: u64 = 4_000;
 
+/// Breaks that few worlds notice, each with a world that noticed it in 2026-11. The search begins there and then goes
+/// through all other worlds, so that a change which moves the world costs time only.
+const RARELY_NOTICED: [(Broken, u64); 4] = [
+    (Broken::Store(M::MarksUnseen), 1_776),
+    (Broken::Store(M::NoLateFinish), 1_438),
+    (Broken::Store(M::AppendAfterTheEnd), 1_368),
+    (Broken::Store(M::AppendByKey), 1_185),
+];
+
 #[test]
 fn every_deliberate_break_is_noticed_by_its_check() {
     let only = std::env::var("IDEM_SIM_BREAK").ok();
@@ -467,12 +476,13 @@ fn every_deliberate_break_is_noticed_by_its_check() {
         if only.as_ref().is_some_and(|only| !format!("{broken:?}: {check:?}").contains(only)) {
             return;
         }
-        let noticed = (0..WORLDS_TO_NOTICE).find(|seed| {
+        let first = RARELY_NOTICED.iter().find(|(rare, _)| rare == broken).map_or(0, |(_, seed)| *seed);
+        let noticed = (first..WORLDS_TO_NOTICE).chain(0..first).find(|seed| {
             let report = run(*seed, *broken);
             report.findings.iter().any(|finding| finding.check == *check)
         });
         match noticed {
-            Some(seed) => println!("{broken:?}: {check:?}, after {} worlds", seed + 1),
+            Some(seed) => println!("{broken:?}: {check:?}, in world {seed}"),
             None => unnoticed.lock().unwrap().push((*broken, *check)),
         }
     });
