@@ -240,8 +240,10 @@ fn columns(sql: &str) -> Vec<&str> {
 }
 
 /// Difference of a table without the index that a purge reads.
+#[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
 const NO_INDEX_FOR_PURGES: &str = "there is no index on `listed_at`: purging reads the whole table";
 /// Difference of a table without the index of the keys that wait for a decision.
+#[cfg(any(feature = "mysql", feature = "postgres", feature = "sqlite"))]
 const NO_INDEX_FOR_DECISIONS: &str = "there is no index on `key` where `on_crash_fail`: counting the keys that wait for a decision reads the whole table";
 
 /// Lists the differences between the existing columns and the columns that the statement creates.
