@@ -82,13 +82,20 @@ fn is_refused(error: &Error) -> bool {
     source.kind() == StoreErrorKind::Misconfigured && source.to_string().contains("forked")
 }
 
-/// Calls a handler in the child. Its body checks that the child renews this lease, and none of its parent.
+/// Calls a handler in the child. Its body checks that the child renews this lease, and none of its parent, and that the
+/// record names the child as its holder.
 async fn renews_its_lease(store: Arc<dyn Store>, number: usize) -> Result<(), Error> {
-    let operation = Operation::new(&*store, Key::new("forks", format!("leases of child {number}")), POLICY);
+    let key = Key::new("forks", format!("leases of child {number}")).expect("a key");
+    let operation = Operation::new(&*store, Ok(key.clone()), POLICY);
     let body = async {
         let health = store.health().await;
         let is_renewed = !health.problems.iter().any(|problem| matches!(problem, HealthProblem::NoHeartbeat));
         assert!(is_renewed && health.leases == 1, "child {number}: {health}");
+        // A store in memory is a copy of the parent's store, with the parent's name.
+        if let (Ok(Some(found)), false) = (store.inspect(&key).await, store.context().name() == "memory") {
+            let process = found.holder().and_then(|holder| holder.process());
+            assert_eq!(process, Some(std::process::id()), "child {number}: {found:?}");
+        }
         Ok(())
     };
     operation.run(body).await

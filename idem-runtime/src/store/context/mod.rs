@@ -38,7 +38,7 @@ use crate::metrics::{Metrics, Snapshot, StoreOp};
 use crate::record::provenance::{self, Holder};
 use crate::record::{OwnerToken, Owners, Provenance};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Mutex, PerProcess, lock};
+use crate::sync::{Mutex, PerProcess, SharedOnce, lock};
 
 /// Value of `down_since` while the store answers reservations.
 const UP: u64 = u64::MAX;
@@ -67,12 +67,12 @@ struct Identity {
     store: &'static str,
     system: Option<&'static str>,
     handle: Box<str>,
-    /// Holder of reserved keys, made at its first use: some handles live only for one call.
-    holder: PerProcess<Holder<'static>>,
 }
 
 /// State of a store handle in one process.
 struct ProcessState {
+    /// Holder of reserved keys, made at its first use: some handles live only for one call.
+    holder: SharedOnce<Holder<'static>>,
     leases: Arc<Leases>,
     late_writes: Arc<LateWrites>,
     counts: EventCounts,
@@ -114,6 +114,7 @@ impl ProcessState {
             _ => Arc::new(Metrics::new(store, Arc::clone(clock))),
         };
         Self {
+            holder: SharedOnce::new(),
             leases: Leases::new(Arc::clone(clock), mode, Arc::clone(&late_writes), Arc::clone(&metrics)),
             late_writes,
             counts,
@@ -162,7 +163,7 @@ impl StoreContext {
         counts: EventCounts,
     ) -> Self {
         let process = PerProcess::new(ProcessState::new(&clock, mode, counts, store));
-        let identity = Identity { store, system: None, handle: "".into(), holder: PerProcess::empty() };
+        let identity = Identity { store, system: None, handle: "".into() };
         Self { identity, max_journal_bytes: usize::MAX, clock, owners, mode, sender: OnceLock::new(), process }
     }
 
@@ -223,6 +224,15 @@ impl StoreContext {
         self.process.latest().expect("made with a value")
     }
 
+    /// Returns the state for the first step of a call: the state of this process. A store in memory reads the number
+    /// of its process only once, because reading the number is a system call.
+    fn at_first(&self) -> &ProcessState {
+        match self.mode {
+            RenewalMode::OfBodies => self.latest(),
+            _ => self.here(),
+        }
+    }
+
     /// Name of the store in errors and logs, for example `redis`.
     pub fn name(&self) -> &'static str {
         self.identity.store
@@ -242,18 +252,20 @@ impl StoreContext {
     /// Returns the holder of the keys that this handle reserves. In the child of a `fork()`, a store in memory is a
     /// copy of the parent's store, and its holder still has the process number of the parent.
     pub fn holder(&self) -> Holder<'static> {
-        let Identity { holder, handle, .. } = &self.identity;
-        let here = || *holder.here_or_else(|| provenance::here(handle));
-        match self.mode {
-            // A store in memory reads the process number once, because reading the number is a system call.
-            RenewalMode::OfBodies => holder.latest().copied().unwrap_or_else(here),
-            _ => here(),
-        }
+        self.holder_of(self.at_first())
     }
 
-    /// Returns the provenance of a request of this handle.
+    /// Returns the holder of the keys that this handle reserves in a process.
+    fn holder_of(&self, process: &ProcessState) -> Holder<'static> {
+        // Each shard of a store in memory keeps this text once, for all records of its own handle.
+        let process = if self.mode == RenewalMode::OfBodies { self.process.first() } else { process };
+        *process.holder.get_or_init(|| provenance::here(&self.identity.handle))
+    }
+
+    /// Returns the provenance of a request of this handle, for a call whose first step has used
+    /// [`metrics_here`](Self::metrics_here).
     pub(crate) fn provenance(&self) -> Provenance {
-        Provenance::held(self.holder())
+        Provenance::held(self.holder_of(self.latest()))
     }
 
     /// Clock of the store handle.
@@ -430,10 +442,7 @@ impl StoreContext {
     /// Returns the metrics, like `metrics`. The first step of a call uses this method, which selects the state of this
     /// process, except for a store in memory.
     pub(crate) fn metrics_here(&self) -> &Metrics {
-        match self.mode {
-            RenewalMode::OfBodies => self.metrics(),
-            _ => &self.here().metrics,
-        }
+        &self.at_first().metrics
     }
 
     /// Returns the current values of all metrics.
