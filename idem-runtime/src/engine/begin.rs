@@ -300,6 +300,10 @@ impl<'a> Request<'a> {
             Some(Ok(fingerprint)) => Some(*fingerprint),
             None => None,
         };
+        let mut provenance = store.context().provenance();
+        if let Some(traceparent) = observer::traceparent() {
+            provenance = provenance.with_traceparent(Some(traceparent));
+        }
         let reserve = ReserveRequest {
             key,
             owner: store.context().new_owner(),
@@ -310,11 +314,7 @@ impl<'a> Request<'a> {
             max_attempts: policy.max_attempts,
             // In shadow mode the body runs whatever the record says, so its reconciler is not asked.
             max_reconciliations: policy.reconciliations().filter(|_| mode == Mode::Enforce),
-            provenance: store.context().provenance(),
-        };
-        let reserve = match observer::traceparent() {
-            Some(traceparent) => reserve.traceparent(traceparent),
-            None => reserve,
+            provenance,
         };
         let (unanswered_since, met_at) = (None, None);
         Ok(Self {

@@ -79,12 +79,10 @@ impl Scopes {
 /// Returns the list that holds `scope`. A program has few scopes, and no attacker chooses them, so any fast hash
 /// suffices.
 fn place(scope: &str) -> usize {
-    let mut hash = 0_u64;
-    for chunk in scope.as_bytes().chunks(8) {
-        let mut word = [0; 8];
-        word[..chunk.len()].copy_from_slice(chunk);
-        hash = (hash.rotate_left(5) ^ u64::from_le_bytes(word)).wrapping_mul(0x517c_c1b7_2722_0a95);
-    }
+    let (words, rest) = scope.as_bytes().as_chunks();
+    let add = |hash: u64, word: u64| (hash.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95);
+    let hash = words.iter().fold(0, |hash, word| add(hash, u64::from_le_bytes(*word)));
+    let hash = rest.iter().fold(hash, |hash, byte| add(hash, u64::from(*byte)));
     usize::try_from(hash >> 56).unwrap_or_default() % LISTS
 }
 

@@ -319,27 +319,35 @@ impl Policy {
     /// # Errors
     /// [`PolicyProblem`] names the option that can't be honoured, and suggests a value.
     pub const fn check(&self) -> Result<(), PolicyProblem> {
-        if self.lease.as_nanos() < Self::MIN_LEASE.as_nanos() {
+        if is_shorter(self.lease, Self::MIN_LEASE) {
             return Err(PolicyProblem::LeaseTooShort(self.lease));
         }
         if self.timeout.is_zero() {
             return Err(PolicyProblem::NoTime);
         }
-        if self.lease.as_nanos() > Self::MAX_DURATION.as_nanos() || self.ttl.as_nanos() > Self::MAX_DURATION.as_nanos()
-        {
+        if is_shorter(Self::MAX_DURATION, self.lease) || is_shorter(Self::MAX_DURATION, self.ttl) {
             return Err(PolicyProblem::TooLong);
         }
         if let Some(error_ttl) = self.error_ttl.get()
-            && (error_ttl.as_millis() == 0 || error_ttl.as_nanos() > Self::MAX_DURATION.as_nanos())
+            && (is_shorter(error_ttl, MILLISECOND) || is_shorter(Self::MAX_DURATION, error_ttl))
         {
             return Err(PolicyProblem::ErrorTtl(error_ttl));
         }
         // The comparison is in milliseconds, because stores keep the retention in milliseconds.
-        if self.ttl.as_millis() == 0 || self.ttl.as_nanos() < self.beat().as_nanos() {
+        if is_shorter(self.ttl, MILLISECOND) || is_shorter(self.ttl, self.beat()) {
             return Err(PolicyProblem::TtlTooShort { ttl: self.ttl, beat: self.beat() });
         }
         Ok(())
     }
+}
+
+const MILLISECOND: Duration = Duration::from_millis(1);
+
+/// Returns whether `duration` is shorter than `other`. Each call checks its policy, and the comparison of nanoseconds
+/// would multiply numbers of 128 bits; the comparison of the type itself is not `const`.
+const fn is_shorter(duration: Duration, other: Duration) -> bool {
+    let (seconds, nanos) = (duration.as_secs(), duration.subsec_nanos());
+    seconds < other.as_secs() || (seconds == other.as_secs() && nanos < other.subsec_nanos())
 }
 
 /// Optional duration, in half the bytes of an `Option<Duration>`, because every call carries its policy.
