@@ -4,6 +4,7 @@
 //! - *First run*, by hand: the same formatted key, `INSERT … ON CONFLICT DO NOTHING` into a table with the same columns
 //!   and indexes, the same handler, its result as JSON, and an `UPDATE` that compares the owner. The statements are
 //!   prepared and run one by one, each task on its own connection.
+//! - *First run*, limit: the same work in statements of many rows (`by_hand::postgres::Gathered`), which read no records.
 //! - *Replay*, by hand: a prepared `SELECT` by primary key of the same result that the library replays, without
 //!   decoding. Each task has its own connection.
 //!
@@ -12,9 +13,11 @@
 use std::sync::Arc;
 
 use idem_benches::by_hand::SqlByHand as _;
-use idem_benches::by_hand::postgres::ByHand;
+use idem_benches::by_hand::postgres::{ByHand, Gathered};
 use idem_benches::by_hand::{new_orders, share};
-use idem_benches::{Goal, Receipt, Samples, Table, alternate, hold, is_wanted, sized, thousands_per_second, timed};
+use idem_benches::{
+    Goal, Receipt, Samples, Sides, Table, alternate, hold, is_wanted, sized, thousands_per_second, timed,
+};
 use idem_runtime::store::{Lease, Verdict};
 use idem_runtime::{Error, PostgresStore, Store, idempotent};
 use idem_tests::postgres::PostgresServer;
@@ -66,35 +69,45 @@ struct Bench {
     runtime: Runtime,
     store: PostgresStore,
     by_hand: Vec<Arc<ByHand>>,
+    limit: Gathered,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Side {
+    Idem,
+    ByHand,
+    Limit,
 }
 
 impl Bench {
     fn new(mut runtime: Builder, connections: usize) -> Self {
         let server = PostgresServer::start();
         let runtime = runtime.enable_all().build().expect("a runtime can be built");
-        let (store, by_hand) = runtime.block_on(async {
+        let (store, by_hand, limit) = runtime.block_on(async {
             let store = PostgresStore::options().ensure_schema().connect(&server.url()).await.expect("connects");
             for order_id in 0..SHIPPED {
                 ship(&store, order_id).await.expect("ships");
             }
-            (store, ByHand::connections(&server.url(), connections).await)
+            let by_hand = ByHand::connections(&server.url(), connections).await;
+            (store, by_hand, Gathered::connect(&server.url()).await)
         });
-        Self { server, runtime, store, by_hand }
+        Self { server, runtime, store, by_hand, limit }
     }
 
     /// Returns thousands of calls per second of `tasks` tasks, which make `count` calls together, each task one call
     /// after the other.
-    fn measure(&self, by_hand: bool, work: Work, tasks: u64, count: u64) -> f64 {
+    fn measure(&self, side: Side, work: Work, tasks: u64, count: u64) -> f64 {
         let calls = share(tasks, count, |task, calls| {
-            let hand = by_hand.then(|| Arc::clone(&self.by_hand[usize::try_from(task).expect("few")]));
-            let store = self.store.clone();
+            let hand = Arc::clone(&self.by_hand[usize::try_from(task).expect("few") % self.by_hand.len()]);
+            let (limit, store) = (self.limit.clone(), self.store.clone());
             async move {
                 for call in calls {
                     let order_id = work.order(call);
-                    match &hand {
-                        Some(hand) if work == Work::FirstRun => drop(hand.ship(order_id).await),
-                        Some(hand) => drop(hand.replay(order_id).await),
-                        None => drop(ship(&store, order_id).await.expect("ships")),
+                    match (side, work) {
+                        (Side::Idem, _) => drop(ship(&store, order_id).await.expect("ships")),
+                        (Side::ByHand, Work::FirstRun) => drop(hand.ship(order_id).await),
+                        (Side::ByHand, Work::Replay) => drop(hand.replay(order_id).await),
+                        (Side::Limit, _) => drop(limit.ship(order_id).await),
                     }
                 }
             }
@@ -120,7 +133,7 @@ impl Bench {
         let position = "pg_current_wal_insert_lsn() - '0/0'";
         let before = self.number(position);
         // The table is emptied first, because the first change of an old page after a checkpoint logs the whole page.
-        self.measure(false, Work::FirstRun, 64, count);
+        self.measure(Side::Idem, Work::FirstRun, 64, count);
         #[allow(clippy::cast_precision_loss)] // Far below 2^52.
         let count = count as f64;
         let log = (self.number(position) - before) / count;
@@ -153,7 +166,7 @@ fn main() {
     let mut threads = Builder::new_multi_thread();
     threads.worker_threads(2);
     let bench = Bench::new(threads, 256);
-    let table = Table::new("PostgreSQL", "thousand a second", "times its throughput");
+    let table = Table::with_limit("PostgreSQL", "thousand a second", "times its throughput");
     for work in [Work::FirstRun, Work::Replay] {
         for (tasks, count, rounds) in [(1, 300, 41), (16, 6000, 11), (64, 12_000, 11), (256, 20_000, 11)] {
             let name = format!("{}, {tasks} {}", work.name(), if tasks == 1 { "task" } else { "tasks" });
@@ -162,11 +175,18 @@ fn main() {
             }
             let (count, rounds) = (sized(count, count / 10), sized(rounds, 1));
             let at = if tasks == 1 { &lone } else { &bench };
-            let [by_hand, idem] = alternate(
-                rounds,
-                [&mut || at.measure(true, work, tasks, count), &mut || at.measure(false, work, tasks, count)],
-            );
-            table.line(&name, &by_hand, &idem, |idem, raw| idem / raw, work.goal(tasks));
+            let measure = |side| at.measure(side, work, tasks, count);
+            let by_hand = &mut || measure(Side::ByHand);
+            let idem = &mut || measure(Side::Idem);
+            let (by_hand, limit, idem) = if work == Work::FirstRun {
+                let [by_hand, limit, idem] = alternate(rounds, [by_hand, &mut || measure(Side::Limit), idem]);
+                (by_hand, Some(limit), idem)
+            } else {
+                let [by_hand, idem] = alternate(rounds, [by_hand, idem]);
+                (by_hand, None, idem)
+            };
+            let sides = Sides { raw: &by_hand, limit: limit.as_ref(), idem: &idem };
+            table.sides(&name, &sides, |idem, raw| idem / raw, work.goal(tasks));
         }
     }
     if is_wanted("beat") {
@@ -178,7 +198,7 @@ fn main() {
         table.value("bytes of log a first run, 64 tasks", &vec![log].into(), log, Goal::None);
         table.value("bytes of table and indexes a record", &vec![space].into(), space, Goal::None);
         // The server adds the counts of a session to its statistics when the session ends.
-        let Bench { server, runtime, store, by_hand } = bench;
+        let Bench { server, runtime, store, by_hand, limit: _ } = bench;
         drop(store);
         let hot = runtime.block_on(async {
             let raw = server.raw().await;

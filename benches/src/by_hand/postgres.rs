@@ -4,6 +4,9 @@ use std::sync::Arc;
 
 use idem_runtime::PostgresStore;
 use serde::Serialize;
+use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
+use tokio::sync::oneshot;
+use tokio_postgres::types::ToSql;
 use tokio_postgres::{Client, NoTls, Statement};
 
 use super::SqlByHand;
@@ -19,6 +22,15 @@ pub(super) const RESERVE: &str = "\
 pub(super) const COMPLETE: &str = "\
     UPDATE hand.records SET state = 'completed', lease_ms = NULL, ttl_ms = NULL, codec = 'json', result = $3, \
     expires_at = now() + $4::int8 * interval '1 ms' WHERE key = $1 AND owner = $2 AND state = 'pending'";
+const RESERVE_MANY: &str = "\
+    INSERT INTO hand.records (key, owner, format, state, attempt, attempts_used, on_crash_fail, lease_ms, ttl_ms, \
+    first_seen_at, began_at, lapses_at, expires_at, listed_at) SELECT key, owner, 1, 'pending', 1, 1, false, $3::int8, \
+    $4::int8, now(), now(), now() + $3 * interval '1 ms', now() + ($3 + $4) * interval '1 ms', \
+    now() + $4 * interval '1 ms' FROM unnest($1::text[], $2::bytea[]) AS u (key, owner) ON CONFLICT (key) DO NOTHING";
+const COMPLETE_MANY: &str = "\
+    UPDATE hand.records AS r SET state = 'completed', lease_ms = NULL, ttl_ms = NULL, codec = 'json', result = u.result, \
+    expires_at = now() + $4::int8 * interval '1 ms' FROM unnest($1::text[], $2::bytea[], $3::bytea[]) \
+    AS u (key, owner, result) WHERE r.key = u.key AND r.owner = u.owner AND r.state = 'pending'";
 const REPLAY: &str = "SELECT result FROM idem.records WHERE key = $1";
 const BLOG_SCHEMA: &str = "\
     CREATE TABLE IF NOT EXISTS blog (key text PRIMARY KEY, status text NOT NULL, result jsonb, \
@@ -96,6 +108,66 @@ impl SqlByHand for ByHand {
         let rows = self.client.query(&self.replay, &[&key(order_id)]).await.expect("answers");
         assert_eq!(rows.len(), 1);
         rows[0].get(0)
+    }
+}
+
+/// A hand-written client with minimal work: one statement reserves or completes all orders that have gathered while the
+/// statement before it was in flight, and returns no records. Reservations and completions have a connection each. No
+/// library reaches this limit, because every library also reads the records of duplicates.
+#[derive(Clone)]
+pub struct Gathered {
+    reserve: UnboundedSender<Gathering>,
+    complete: UnboundedSender<Gathering>,
+}
+
+/// An order, its result (empty in a reservation), and the channel to the task that waits.
+struct Gathering {
+    order_id: u64,
+    json: Vec<u8>,
+    done: oneshot::Sender<()>,
+}
+
+impl Gathered {
+    /// Opens the connections. The table of [`ByHand::connections`] must exist.
+    pub async fn connect(url: &str) -> Self {
+        let (reserve, reserves) = mpsc::unbounded_channel();
+        let (complete, completions) = mpsc::unbounded_channel();
+        tokio::spawn(send_gathered(connect(url).await, RESERVE_MANY, false, reserves));
+        tokio::spawn(send_gathered(connect(url).await, COMPLETE_MANY, true, completions));
+        Self { reserve, complete }
+    }
+
+    /// Makes a first run of the order.
+    pub async fn ship(&self, order_id: u64) -> Receipt {
+        ask(&self.reserve, order_id, Vec::new()).await;
+        let receipt = Receipt::of(order_id);
+        ask(&self.complete, order_id, serde_json::to_vec(&receipt).expect("encodes")).await;
+        receipt
+    }
+}
+
+async fn ask(lane: &UnboundedSender<Gathering>, order_id: u64, json: Vec<u8>) {
+    let (done, answer) = oneshot::channel();
+    assert!(lane.send(Gathering { order_id, json, done }).is_ok(), "the connection is open");
+    answer.await.expect("answers");
+}
+
+/// Runs `text` for all orders that have gathered, until all senders are gone.
+async fn send_gathered(client: Client, text: &str, has_results: bool, mut gathered: UnboundedReceiver<Gathering>) {
+    let statement = client.prepare(text).await.expect("prepares");
+    let mut batch = Vec::new();
+    while gathered.recv_many(&mut batch, 256).await > 0 {
+        let keys: Vec<_> = batch.iter().map(|it| key(it.order_id)).collect();
+        let owners: Vec<_> = batch.iter().map(|it| owner(it.order_id).into_bytes()).collect();
+        let results: Vec<_> = batch.iter().map(|it| it.json.as_slice()).collect();
+        let third: &(dyn ToSql + Sync) = if has_results { &results } else { &LEASE_MS };
+        let changed = client.execute(&statement, &[&keys, &owners, third, &TTL_MS]).await.expect("answers");
+        assert_eq!(changed, batch.len() as u64, "another owner holds a key");
+        for waiting in batch.drain(..) {
+            waiting.done.send(()).expect("a task waits");
+        }
+        // Tasks that were just answered run first, so that the next statement includes their next orders.
+        tokio::task::yield_now().await;
     }
 }
 
