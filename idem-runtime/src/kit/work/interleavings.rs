@@ -68,7 +68,7 @@ impl WorkFailure for TestFailure {
 /// batch, as if another session had locked the row. An operation on a key that starts with `large` has a large result.
 struct Echo<const OUTLIVES: bool> {
     link: TestLink,
-    turn: Option<Semaphore>,
+    turns: Option<WriteTurns>,
     server: Arc<GatedServer>,
     /// Number of large operations in flight.
     large: Arc<AtomicUsize>,
@@ -115,8 +115,8 @@ impl<const OUTLIVES: bool> Work for Echo<OUTLIVES> {
         &self.link
     }
 
-    fn turn(&self) -> Option<&Semaphore> {
-        self.turn.as_ref()
+    fn turns(&self) -> Option<&WriteTurns> {
+        self.turns.as_ref()
     }
 
     fn key(operation: &String) -> &str {
@@ -146,11 +146,11 @@ impl<const OUTLIVES: bool> Work for Echo<OUTLIVES> {
 const ROOM_FOR_LARGE: usize = 2;
 
 /// Makes lanes to a test server that answers nothing until its gate opens.
-fn open<const OUTLIVES: bool>(turn: Option<Semaphore>) -> (Arc<WorkLanes<Echo<OUTLIVES>>>, Arc<GatedServer>) {
+fn open<const OUTLIVES: bool>(turns: Option<WriteTurns>) -> (Arc<WorkLanes<Echo<OUTLIVES>>>, Arc<GatedServer>) {
     let clock: Arc<dyn Clock> = Arc::new(TestClock::default());
     let link = TestLink { clock, large: Semaphore::new(ROOM_FOR_LARGE) };
     let server = GatedServer::shut();
-    let echo = Echo { link, turn, server: Arc::clone(&server), large: Arc::default() };
+    let echo = Echo { link, turns, server: Arc::clone(&server), large: Arc::default() };
     (Arc::new(WorkLanes::new(echo)), server)
 }
 
@@ -165,8 +165,8 @@ async fn all_have_ended<const OUTLIVES: bool>(lanes: &WorkLanes<Echo<OUTLIVES>>)
     lanes.0.lanes.all_have_ended(VecDeque::is_empty).await;
 }
 
-fn each_gets_its_own_answer(turn: Option<Semaphore>) {
-    let (lanes, server) = open::<false>(turn);
+fn each_gets_its_own_answer(turns: Option<WriteTurns>) {
+    let (lanes, server) = open::<false>(turns);
     server.open();
     let threads: Vec<_> = (0..4)
         .map(|of| {
@@ -193,7 +193,13 @@ fn each_operation_gets_its_own_answer() {
 /// Each caller gets the answer to its own operation if only one batch may be in flight.
 #[test]
 fn each_operation_gets_its_own_answer_with_one_batch_in_flight() {
-    explore(|| each_gets_its_own_answer(Some(Semaphore::new(1))));
+    explore(|| each_gets_its_own_answer(Some(WriteTurns::new(1))));
+}
+
+/// Each caller gets the answer to its own operation if a batch takes all permits while batches are small.
+#[test]
+fn each_operation_gets_its_own_answer_if_small_batches_take_all_permits() {
+    explore(|| each_gets_its_own_answer(Some(WriteTurns::new(2))));
 }
 
 /// An operation on a row that another session has locked fails alone: the other operations of its batch succeed.
@@ -225,7 +231,7 @@ fn an_operation_on_a_locked_row_fails_alone() {
 #[test]
 fn large_operations_leave_connections_to_other_operations() {
     explore(|| {
-        let (lanes, server) = open::<false>(Some(Semaphore::new(1)));
+        let (lanes, server) = open::<false>(Some(WriteTurns::new(1)));
         let large: Vec<_> = (0..5)
             .map(|of| {
                 let lanes = Arc::clone(&lanes);

@@ -19,6 +19,7 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, oneshot};
 
 pub(crate) use self::operations::{EndRow, JournalRow, LongestJournals, by_key, in_turns};
+pub(crate) use self::turns::WriteTurns;
 use crate::clock::{Clock, Instant};
 use crate::combine::race;
 use crate::kit::lanes::{Lane, LaneOwner, Lanes, LoneTurn, gather};
@@ -29,6 +30,7 @@ use crate::sync::{Handle, Mutex, lock};
 #[cfg(all(test, shuttle))]
 mod interleavings;
 mod operations;
+mod turns;
 
 /// Size in bytes above which a batch takes no more operations.
 const BATCH_BYTES: usize = 256 * 1024;
@@ -137,9 +139,8 @@ pub(crate) trait Work: Send + Sync + Sized + 'static {
     /// Returns the connections over which the operations are sent.
     fn link(&self) -> &Self::Link;
 
-    /// Returns the semaphore that allows only one batch in flight; `None` if several batches may be in flight. A batch
-    /// holds a permit while it is in flight.
-    fn turn(&self) -> Option<&Semaphore>;
+    /// Returns the turns of the batches; `None` if batches need not take turns.
+    fn turns(&self) -> Option<&WriteTurns>;
 
     /// Returns the key of an operation.
     fn key(operation: &Self::Operation) -> &str;
@@ -389,15 +390,18 @@ impl<W: Work> LaneOwner for WorkLanesInner<W> {
     async fn run(mut lane: Lane<Self>) {
         loop {
             let owner = Arc::clone(lane.owner());
-            let _turn = match owner.work.turn() {
-                // The semaphore is never closed.
-                Some(turn) => turn.acquire().await.ok(),
+            let turns = owner.work.turns();
+            let _turn = match turns {
+                Some(turns) => turns.next().await,
                 None => None,
             };
             // The callers that the last answer has woken run first, so that their next operations join one batch.
             tokio::task::yield_now().await;
             let Some(batch) = lane.next(next_batch) else { return };
             owner.is_busy.store(batch.len() > 1, Ordering::Relaxed);
+            if let Some(turns) = turns {
+                turns.note(batch.len());
+            }
             owner.send(batch).await;
         }
     }

@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use mysql_async::Opts;
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::oneshot;
 
 use self::batch::{BeginMarks, EndWrites, JournalWrites, LookupResult, Reservations};
 use self::client::MySqlPool;
@@ -40,7 +40,7 @@ use crate::kit::looks::{LOOKS, looked_in_vain, pause_before};
 use crate::kit::per_runtime::{Here, PerRuntime};
 use crate::kit::rows::{AdmissionOutcome, FoundRow, corrupt};
 use crate::kit::waiting::WaiterTable;
-use crate::kit::work::{Effect, EndRow, JournalRow, WorkLanes, by_key};
+use crate::kit::work::{Effect, EndRow, JournalRow, WorkLanes, WriteTurns, by_key};
 use crate::record::{
     Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, OwnerToken, Record, Release, Reservation,
     ReserveRequest, State, Verdict,
@@ -263,7 +263,7 @@ impl MySqlCore {
             sql: Arc::clone(&self.sql),
             traits: Arc::clone(&self.traits),
             waiters: Arc::clone(&self.waiters),
-            turn: Semaphore::new(1),
+            turns: WriteTurns::new(1),
         });
         RuntimeLanes {
             reserves: WorkLanes::new(Reservations::new(Arc::clone(&server))),

@@ -2,14 +2,12 @@
 
 use std::sync::{Arc, OnceLock};
 
-use tokio::sync::Semaphore;
-
 use super::client::{Answer, MySqlPool};
 use super::failure::OpFailure;
 use super::sql::{self, AT_ONCE, Param, Row, SizeLimit, Statement, Statements};
 use crate::kit::rows::{FoundRow, corrupt};
 use crate::kit::waiting::WaiterTable;
-use crate::kit::work::Effect;
+use crate::kit::work::{Effect, WriteTurns};
 use crate::record::{ReadExtent, ReserveRequest};
 use crate::store::StoreError;
 use crate::sync::PerProcess;
@@ -29,9 +27,8 @@ pub(super) struct StatementPool {
     pub(super) traits: Arc<OnceLock<ServerTraits>>,
     /// Duplicates in this process that wait for running attempts.
     pub(super) waiters: Arc<PerProcess<WaiterTable>>,
-    /// Single permit for batches that write, so that only one such batch is in flight. Meanwhile the operations of all
-    /// tasks gather for the next batches, which halves the number of commits.
-    pub(super) turn: Semaphore,
+    /// Turns of the batches that write.
+    pub(super) turns: WriteTurns,
 }
 
 impl StatementPool {

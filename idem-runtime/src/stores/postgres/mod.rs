@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::oneshot;
 use tokio_postgres::types::ToSql;
 
 use self::batch::{BeginMarks, EndWrites, JournalWrites, Reservations, SentMarks, SentRow};
@@ -45,7 +45,7 @@ use crate::kit::held::held_by_another;
 use crate::kit::looks::{LOOKS, looked_in_vain, pause_before};
 use crate::kit::per_runtime::{Here, PerRuntime};
 use crate::kit::rows::{AdmissionOutcome, FoundRow, Micros, corrupt};
-use crate::kit::work::{Effect, EndRow, JournalRow, WorkLanes, by_key};
+use crate::kit::work::{Effect, EndRow, JournalRow, WorkLanes, WriteTurns, by_key};
 use crate::record::{
     Action, Decision, DecisionAnswer, Finish, Inspection, Journal, Lease, Record, Release, Reservation, ReserveRequest,
     State, Verdict,
@@ -251,7 +251,7 @@ impl PostgresCore {
         let sessions = Sessions::new(source, connections, limit, Arc::clone(clock));
         let database = Database::new(sessions, Arc::clone(clock), limit, self.has_sessions);
         let database = if is_upkeep { database.for_renewals() } else { database };
-        let server = Arc::new(StatementPool { database, sql: Arc::clone(&self.sql), turn: Semaphore::new(1) });
+        let server = Arc::new(StatementPool { database, sql: Arc::clone(&self.sql), turns: WriteTurns::new(2) });
         Local {
             reserves: WorkLanes::new(Reservations::new(Arc::clone(&server))),
             begins: WorkLanes::new(BeginMarks::new(Arc::clone(&server))),

@@ -3,15 +3,13 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use tokio::sync::Semaphore;
-
 use super::client::MySqlPool;
 use super::failure::OpFailure;
 use super::sql::{self, AT_ONCE, Param, Row};
 use super::statement_pool::StatementPool;
 use crate::kit::replays::Replays;
 use crate::kit::rows::FoundRow;
-use crate::kit::work::{Effect, EndRow, JournalRow, LongestJournals, QueuedOp, Work, by_key, in_turns};
+use crate::kit::work::{Effect, EndRow, JournalRow, LongestJournals, QueuedOp, Work, WriteTurns, by_key, in_turns};
 use crate::record::format::FormatError;
 use crate::record::{Lease, ReadExtent, ReserveRequest};
 
@@ -125,9 +123,9 @@ impl Work for Reservations {
         request.key.as_str()
     }
 
-    fn turn(&self) -> Option<&Semaphore> {
+    fn turns(&self) -> Option<&WriteTurns> {
         // Replays write nothing, so batches of replays need not take turns with batches that have to be committed.
-        (!self.replays.are_expected()).then_some(&self.server.turn)
+        (!self.replays.are_expected()).then_some(&self.server.turns)
     }
 
     fn bytes(request: &ReserveRequest) -> usize {
@@ -216,8 +214,8 @@ impl Work for BeginMarks {
         lease.key.as_str()
     }
 
-    fn turn(&self) -> Option<&Semaphore> {
-        Some(&self.0.turn)
+    fn turns(&self) -> Option<&WriteTurns> {
+        Some(&self.0.turns)
     }
 
     fn bytes(lease: &Lease) -> usize {
@@ -271,8 +269,8 @@ impl Work for JournalWrites {
         row.lease.key.as_str()
     }
 
-    fn turn(&self) -> Option<&Semaphore> {
-        Some(&self.0.turn)
+    fn turns(&self) -> Option<&WriteTurns> {
+        Some(&self.0.turns)
     }
 
     fn bytes(row: &JournalRow) -> usize {
@@ -342,8 +340,8 @@ impl Work for EndWrites {
         end.key.as_str()
     }
 
-    fn turn(&self) -> Option<&Semaphore> {
-        Some(&self.0.turn)
+    fn turns(&self) -> Option<&WriteTurns> {
+        Some(&self.0.turns)
     }
 
     fn bytes(end: &EndRow) -> usize {

@@ -4,7 +4,6 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use tokio::sync::Semaphore;
 use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
@@ -16,7 +15,7 @@ use super::statement_pool::StatementPool;
 use crate::key::Key;
 use crate::kit::replays::Replays;
 use crate::kit::rows::{FoundRow, millis, number_of};
-use crate::kit::work::{Effect, EndRow, JournalRow, LongestJournals, QueuedOp, Work, by_key, in_turns};
+use crate::kit::work::{Effect, EndRow, JournalRow, LongestJournals, QueuedOp, Work, WriteTurns, by_key, in_turns};
 use crate::record::{Lease, Parts, Record, ReserveRequest, Revision};
 
 /// Largest number of operations in one batch.
@@ -134,9 +133,9 @@ impl Work for Reservations {
         request.key.as_str()
     }
 
-    fn turn(&self) -> Option<&Semaphore> {
+    fn turns(&self) -> Option<&WriteTurns> {
         // Replays write nothing, so batches of replays need not take turns with batches that have to be committed.
-        (!self.replays.are_expected()).then_some(&self.server.turn)
+        (!self.replays.are_expected()).then_some(&self.server.turns)
     }
 
     fn bytes(request: &ReserveRequest) -> usize {
@@ -248,8 +247,8 @@ impl Work for BeginMarks {
         lease.key.as_str()
     }
 
-    fn turn(&self) -> Option<&Semaphore> {
-        Some(&self.0.turn)
+    fn turns(&self) -> Option<&WriteTurns> {
+        Some(&self.0.turns)
     }
 
     fn bytes(lease: &Lease) -> usize {
@@ -307,8 +306,8 @@ impl Work for JournalWrites {
         row.lease.key.as_str()
     }
 
-    fn turn(&self) -> Option<&Semaphore> {
-        Some(&self.0.turn)
+    fn turns(&self) -> Option<&WriteTurns> {
+        Some(&self.0.turns)
     }
 
     fn bytes(row: &JournalRow) -> usize {
@@ -378,8 +377,8 @@ impl Work for SentMarks {
         row.key.as_str()
     }
 
-    fn turn(&self) -> Option<&Semaphore> {
-        Some(&self.0.turn)
+    fn turns(&self) -> Option<&WriteTurns> {
+        Some(&self.0.turns)
     }
 
     fn bytes(row: &SentRow) -> usize {
@@ -448,8 +447,8 @@ impl Work for EndWrites {
         end.key.as_str()
     }
 
-    fn turn(&self) -> Option<&Semaphore> {
-        Some(&self.0.turn)
+    fn turns(&self) -> Option<&WriteTurns> {
+        Some(&self.0.turns)
     }
 
     fn bytes(end: &EndRow) -> usize {
