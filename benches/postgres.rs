@@ -4,7 +4,8 @@
 //! - *First run*, by hand: the same formatted key, `INSERT … ON CONFLICT DO NOTHING` into a table with the same columns
 //!   and indexes, the same handler, its result as JSON, and an `UPDATE` that compares the owner. The statements are
 //!   prepared and run one by one, each task on its own connection.
-//! - *First run*, limit: the same work in statements of many rows (`by_hand::postgres::Gathered`), which read no records.
+//! - *First run*, limit of 64 tasks and more: the same work in statements of many rows (`by_hand::postgres::Gathered`),
+//!   which read no records.
 //! - *Replay*, by hand: a prepared `SELECT` by primary key of the same result that the library replays, without
 //!   decoding. Each task has its own connection.
 //!
@@ -72,7 +73,7 @@ struct Bench {
     limit: Gathered,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy)]
 enum Side {
     Idem,
     ByHand,
@@ -98,7 +99,7 @@ impl Bench {
     /// after the other.
     fn measure(&self, side: Side, work: Work, tasks: u64, count: u64) -> f64 {
         let calls = share(tasks, count, |task, calls| {
-            let hand = Arc::clone(&self.by_hand[usize::try_from(task).expect("few") % self.by_hand.len()]);
+            let hand = Arc::clone(&self.by_hand[usize::try_from(task).expect("few")]);
             let (limit, store) = (self.limit.clone(), self.store.clone());
             async move {
                 for call in calls {
@@ -178,7 +179,7 @@ fn main() {
             let measure = |side| at.measure(side, work, tasks, count);
             let by_hand = &mut || measure(Side::ByHand);
             let idem = &mut || measure(Side::Idem);
-            let (by_hand, limit, idem) = if work == Work::FirstRun {
+            let (by_hand, limit, idem) = if work == Work::FirstRun && tasks >= 64 {
                 let [by_hand, limit, idem] = alternate(rounds, [by_hand, &mut || measure(Side::Limit), idem]);
                 (by_hand, Some(limit), idem)
             } else {

@@ -112,8 +112,9 @@ impl SqlByHand for ByHand {
 }
 
 /// A hand-written client with minimal work: one statement reserves or completes all orders that have gathered while the
-/// statement before it was in flight, and returns no records. Reservations and completions have a connection each. No
-/// library reaches this limit, because every library also reads the records of duplicates.
+/// statement before it was in flight, and returns no records. Reservations and completions have a connection each. This
+/// is a limit for many tasks only: with few tasks, one statement at a time is faster, because each commit serves more
+/// orders.
 #[derive(Clone)]
 pub struct Gathered {
     reserve: UnboundedSender<Gathering>,
