@@ -15,8 +15,8 @@ use crate::kit::work::{Effect, WriteTurns};
 pub(super) struct StatementPool {
     pub(super) database: Database,
     pub(super) sql: Arc<Statements>,
-    /// Turns of the batches that write: of reservations (unless replays are expected), of begun bodies, of journals, and
-    /// of ends of attempts.
+    /// Turns of the batches that write: of reservations (unless replays are expected), of begun bodies, of journals,
+    /// and of ends of attempts.
     pub(super) turns: WriteTurns,
 }
 
