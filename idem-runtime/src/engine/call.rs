@@ -358,28 +358,32 @@ where
                     facts.begins();
                     report(this.seat, || this.seen.clone());
                 }
-                let BeginResult { mut start, waited, at_once, turn } = ready!(begin.poll(cx));
-                *this.turn = turn;
-                this.seen.waited = waited.is_some();
-                if let Some(waited) = waited {
+                // The answer is used where the poll has left it, because it is large and each move copies it.
+                let mut polled = begin.poll(cx);
+                let Poll::Ready(begun) = &mut polled else { return Poll::Pending };
+                *this.turn = begun.turn.take();
+                this.seen.waited = begun.waited.is_some();
+                if let Some(waited) = begun.waited {
                     facts.waited(span, waited);
                 }
                 // The body runs, or the call ends with a replay or an error.
-                if !enters(&mut start, this.seen, *this.seat, facts, span, work, *this.on_uncertain) {
+                if !enters(&mut begun.start, this.seen, *this.seat, facts, span, work, *this.on_uncertain) {
                     break;
                 }
                 this.seen.progress = Progress::Running;
                 report(this.seat, || this.seen.clone());
                 // If the store answered immediately, the time of the reservation saves a second reading of the
                 // clock.
-                facts.body_begins(match &start {
-                    Start::Reserved(held) if at_once => Some(held.attempt().reserved_at),
+                facts.body_begins(match &begun.start {
+                    Start::Reserved(held) if begun.at_once => Some(held.attempt().reserved_at),
                     _ => None,
                 });
-                this.phase.set(match start {
-                    Start::Reserved(held) => Phase::Body { held: Some(held) },
-                    Start::Unprotected { attempt, .. } => Phase::Unprotected { attempt, notes: PollNotes::NEW },
-                    Start::Replay(_) | Start::Refused(_) => unreachable!("the call has ended"),
+                this.phase.set(match polled {
+                    Poll::Ready(BeginResult { start: Start::Reserved(held), .. }) => Phase::Body { held: Some(held) },
+                    Poll::Ready(BeginResult { start: Start::Unprotected { attempt, .. }, .. }) => {
+                        Phase::Unprotected { attempt, notes: PollNotes::NEW }
+                    }
+                    _ => unreachable!("the call has ended"),
                 });
             }
             PhaseProjection::Unprotected { attempt, notes } => {
