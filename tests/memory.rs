@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use idem_runtime::clock::ManualClock;
+use idem_runtime::clock::{Clock, ManualClock, SystemClock};
 use idem_runtime::record::StoredResult;
 use idem_runtime::store::{Finish, Lease, Release, Reservation, ReserveRequest, StoreContext, Verdict, renew_all};
 use idem_runtime::{Error, Key, MemoryStore, Operation, Outcome, Policy, Store, StoreError, StoreErrorKind, observe};
@@ -289,6 +289,16 @@ async fn outlives_its_lease(
         Ok(7)
     };
     observe(operation.run(body)).await
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_clock_follows_a_moved_time() {
+    let (clock, hour) = (SystemClock::default(), Duration::from_secs(3600));
+    let before = clock.now();
+    tokio::time::advance(hour).await;
+    let passed = clock.now().saturating_since(before);
+    // A little less than an hour, because the machine's time had passed, and the time of the test had not.
+    assert!(passed > hour / 2 && clock.is_moved(), "{passed:?} have passed, moved: {}", clock.is_moved());
 }
 
 #[tokio::test(start_paused = true)]

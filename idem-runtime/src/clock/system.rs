@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use tokio::runtime::Handle;
+use tokio::runtime::{Builder, Handle};
 
 use super::{Clock, Instant, Sleep, Task, upkeep};
 
@@ -14,6 +14,8 @@ use super::{Clock, Instant, Sleep, Task, upkeep};
 #[derive(Clone, Copy, Debug)]
 pub struct SystemClock {
     origin: tokio::time::Instant,
+    /// True if a test may pause or move tokio's time.
+    is_movable: bool,
     /// Time from the start of the machine until this clock was made.
     #[cfg(any(target_os = "linux", target_os = "android"))]
     booted: Duration,
@@ -23,6 +25,7 @@ impl Default for SystemClock {
     fn default() -> Self {
         Self {
             origin: tokio::time::Instant::now(),
+            is_movable: has_test_util(),
             #[cfg(any(target_os = "linux", target_os = "android"))]
             booted: since_boot(),
         }
@@ -32,10 +35,15 @@ impl Default for SystemClock {
 impl Clock for SystemClock {
     fn now(&self) -> Instant {
         // Tokio's time stands still while the machine is suspended, and runs ahead in tests that pause it. So the clock
-        // uses the larger one of tokio's time and the time since the start of the machine.
-        let elapsed = self.origin.elapsed();
+        // uses the larger one of tokio's time and the time since the start of the machine. Where no test can pause
+        // tokio's time, that time is never the larger one, and is not read.
         #[cfg(any(target_os = "linux", target_os = "android"))]
-        let elapsed = elapsed.max(since_boot().saturating_sub(self.booted));
+        let elapsed = {
+            let elapsed = since_boot().saturating_sub(self.booted);
+            if self.is_movable { elapsed.max(self.origin.elapsed()) } else { elapsed }
+        };
+        #[cfg(not(any(target_os = "linux", target_os = "android")))]
+        let elapsed = self.origin.elapsed();
         Instant::new(elapsed)
     }
 
@@ -65,11 +73,43 @@ impl Clock for SystemClock {
     }
 
     fn is_moved(&self) -> bool {
+        if !self.is_movable {
+            return false;
+        }
         // Tokio's time equals the machine's time to the nanosecond, unless a test has paused it.
         let before = std::time::Instant::now();
         let tokio = tokio::time::Instant::now().into_std();
         tokio < before || tokio > std::time::Instant::now()
     }
+}
+
+/// Returns whether tokio was compiled with its feature `test-util`, without which no test can pause or move its time.
+///
+/// A crate can't ask for the features of another crate. [`Builder`] has a method `start_paused` only with that feature,
+/// and a method of the type itself takes precedence over the method of a trait that is called here otherwise.
+fn has_test_util() -> bool {
+    struct Absent;
+    #[allow(dead_code, reason = "not called with the feature")]
+    trait WithoutTestUtil {
+        fn start_paused(&mut self, _: bool) -> Absent {
+            Absent
+        }
+    }
+    trait Presence {
+        fn is_present(&self) -> bool;
+    }
+    impl WithoutTestUtil for Builder {}
+    impl Presence for Builder {
+        fn is_present(&self) -> bool {
+            true
+        }
+    }
+    impl Presence for Absent {
+        fn is_present(&self) -> bool {
+            false
+        }
+    }
+    Builder::new_current_thread().start_paused(false).is_present()
 }
 
 /// Returns the time since the start of the machine, including suspensions.
