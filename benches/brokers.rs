@@ -314,7 +314,7 @@ fn main() {
     // Each line of the table shows one of the two handlers, with 1 message or 64 messages in flight.
     let compare = |name: &str, broker: &dyn Fn(&App, u64, usize) -> Duration| {
         for (what, effects) in [("that does nothing", None), ("that writes once", Some(effects.clone()))] {
-            for (in_flight, least, goal) in [(1, 200, Goal::None), (64, 2_000, Goal::AtLeast(0.8))] {
+            for (in_flight, least, goal) in [(1, 200, Goal::None), (64, 2_000, Goal::OfLimit(0.8))] {
                 let line = format!("{name}, handler {what}, {in_flight} in flight");
                 if !is_wanted(&line) {
                     continue;

@@ -420,7 +420,7 @@ impl Subject {
 
     fn raw_sqlite(&self, work: Work, tasks: u64, count: u64) -> f64 {
         let file = self.file.as_ref().expect("a file");
-        let open = |file| sqlite::ByHand::open(file, Synchronous::Full);
+        let open = |file| sqlite::ByHand::open(file, Synchronous::Full, sqlite::Rows::Least);
         let by_hand = file.with_file_name("by_hand.db");
         match work {
             Work::FirstRun if tasks == 1 => open(&by_hand).loops(1, count),

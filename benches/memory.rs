@@ -43,7 +43,7 @@ fn main() {
     if is_wanted("first run") {
         let [raw, idem] =
             alternate(rounds, [&mut || first_by_hand(&Map::default()), &mut || ours(&MemoryStore::new())]);
-        table.line("first run", &raw, &idem, times, Goal::AtMost(1.5));
+        table.line("first run", &raw, &idem, times, Goal::AtMost(2.5));
     }
     if is_wanted("replay") {
         let (map, store) = (Map::default(), MemoryStore::new());
@@ -58,7 +58,7 @@ fn main() {
             nanos_each(took, count)
         };
         let [raw, idem] = alternate(rounds, [&mut { by_hand }, &mut || ours(&store)]);
-        table.line("replay", &raw, &idem, times, Goal::AtMost(1.5));
+        table.line("replay", &raw, &idem, times, Goal::AtMost(1.7));
     }
     if is_wanted("replay, somebody takes its span") {
         let store = MemoryStore::new();

@@ -42,12 +42,9 @@ impl Work {
 
     fn goal(self, tasks: u64) -> Goal {
         match (self, tasks) {
-            (Self::FirstRun, ..=16) | (Self::Replay, 1) => Goal::AtLeast(0.95),
-            (Self::FirstRun, ..=64) | (Self::Replay, 17..=64) => Goal::AtLeast(1.0),
-            (Self::FirstRun, ..=256) => Goal::AtLeast(1.15),
-            (Self::FirstRun, _) => Goal::AtLeast(1.2),
-            (Self::Replay, ..=16) => Goal::AtLeast(0.85),
-            (Self::Replay, _) => Goal::AtLeast(1.1),
+            (Self::FirstRun, ..=64) | (Self::Replay, 1) => Goal::OfLimit(0.9),
+            (Self::FirstRun, _) => Goal::OfLimit(0.6),
+            (Self::Replay, _) => Goal::OfLimit(0.5),
             (Self::InProgress, _) => Goal::None,
         }
     }

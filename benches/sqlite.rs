@@ -6,9 +6,11 @@
 //! - *One commit per step*: each statement is a transaction, as without grouping. One thread makes all calls, and no
 //!   task waits.
 //! - *Same grouping*: a thread takes the waiting steps from a channel, runs them in one transaction, and answers the
-//!   tasks.
+//!   tasks. The limit does this with the rows of the library.
 //! - *Bare loop*: the same statements without tasks. Each transaction has one first run for each task of the library.
-//! - *Replay*: a `SELECT` of the record that the library replays; the result is not decoded, and no task waits.
+//! - *Replay*: a `SELECT` of the record that the library replays; the result is not decoded, and no task waits. The
+//!   limit of a lone task reads all columns that decide whether the record may be replayed, decodes the result, and
+//!   checks before each read that the three files are still at their paths.
 //!
 //! Each measurement opens its file anew, while the other side's file is closed: connections of one process share a pool
 //! of cached pages, and the pages of one file can displace the pages of the other.
@@ -18,8 +20,8 @@
 use std::path::{Path, PathBuf};
 
 use idem_benches::by_hand::new_orders;
-use idem_benches::by_hand::sqlite::ByHand;
-use idem_benches::{Goal, Receipt, Table, alternate, is_wanted, sized, thousands_per_second, timed};
+use idem_benches::by_hand::sqlite::{ByHand, Rows};
+use idem_benches::{Goal, Receipt, Sides, Table, alternate, is_wanted, sized, thousands_per_second, timed};
 use idem_runtime::sqlite::Synchronous;
 use idem_runtime::{Error, SqliteStore, idempotent};
 use tokio::runtime::Runtime;
@@ -117,8 +119,13 @@ impl Bench {
         thousands_per_second(took, usize::try_from(count).expect("few"))
     }
 
-    fn by_hand(&self, name: &str) -> ByHand {
-        ByHand::open(&self.folder.join(name), self.synchronous)
+    fn by_hand(&self, rows: Rows) -> ByHand {
+        ByHand::open(&self.folder.join("by_hand.db"), self.synchronous, rows)
+    }
+
+    fn replays_by_hand(&self, count: u64, is_whole: bool) -> f64 {
+        let by_hand = ByHand::open(&self.folder.join("idem.db"), self.synchronous, Rows::Least);
+        if is_whole { by_hand.whole_replays(ORDERS, count) } else { by_hand.replays(ORDERS, count) }
     }
 }
 
@@ -129,7 +136,8 @@ impl Drop for Bench {
 }
 
 fn main() {
-    let table = Table::new("SQLite", "thousand a second", "times its throughput");
+    let table = Table::with_limit("SQLite", "thousand a second", "times its throughput");
+    let times: fn(f64, f64) -> f64 = |idem, raw| idem / raw;
     for (synchronous, name) in [(Synchronous::Full, "FULL"), (Synchronous::Normal, "NORMAL")] {
         let bench = Bench::new(synchronous);
         let full = synchronous == Synchronous::Full;
@@ -137,7 +145,7 @@ fn main() {
         let lines = [
             (1, 1_000, Against::OneCommitPerStep, Goal::None),
             (64, 2_000, Against::OneCommitPerStep, if full { Goal::AtLeast(6.0) } else { Goal::None }),
-            (64, 20_000, Against::SameGrouping, if full { Goal::None } else { Goal::AtLeast(0.85) }),
+            (64, 20_000, Against::SameGrouping, if full { Goal::None } else { Goal::OfLimit(0.85) }),
             (64, 20_000, Against::BareLoop, Goal::None),
         ];
         for (tasks, count, against, goal) in lines {
@@ -147,12 +155,19 @@ fn main() {
             }
             let (count, rounds) = (sized(count, count / 20), sized(9, 1));
             let mut by_hand = || match against {
-                Against::OneCommitPerStep => bench.by_hand("by_hand.db").loops(1, count),
-                Against::SameGrouping => bench.by_hand("by_hand.db").grouped(&bench.runtime, tasks, count),
-                Against::BareLoop => bench.by_hand("by_hand.db").loops(tasks, count),
+                Against::OneCommitPerStep => bench.by_hand(Rows::Least).loops(1, count),
+                Against::SameGrouping => bench.by_hand(Rows::Least).grouped(&bench.runtime, tasks, count),
+                Against::BareLoop => bench.by_hand(Rows::Least).loops(tasks, count),
             };
-            let [raw, idem] = alternate(rounds, [&mut by_hand, &mut || bench.idem(Work::FirstRun, tasks, count)]);
-            table.line(&line, &raw, &idem, |idem, raw| idem / raw, goal);
+            let limit = &mut || bench.by_hand(Rows::OfLibrary).grouped(&bench.runtime, tasks, count);
+            let idem = &mut || bench.idem(Work::FirstRun, tasks, count);
+            if against == Against::SameGrouping {
+                let [raw, limit, idem] = alternate(rounds, [&mut by_hand, limit, idem]);
+                table.sides(&line, &Sides { raw: &raw, limit: Some(&limit), idem: &idem }, times, goal);
+            } else {
+                let [raw, idem] = alternate(rounds, [&mut by_hand, idem]);
+                table.line(&line, &raw, &idem, times, goal);
+            }
         }
         for tasks in [1, 64] {
             let line = format!("replay, {name}, {tasks} {}", several(tasks));
@@ -161,13 +176,17 @@ fn main() {
                 continue;
             }
             let (count, rounds) = (sized(20_000, 1_000), sized(9, 1));
-            let [raw, idem] = alternate(
-                rounds,
-                [&mut || bench.by_hand("idem.db").replays(ORDERS, count), &mut || {
-                    bench.idem(Work::Replay, tasks, count)
-                }],
-            );
-            table.line(&line, &raw, &idem, |idem, raw| idem / raw, Goal::None);
+            let by_hand = &mut || bench.replays_by_hand(count, false);
+            let idem = &mut || bench.idem(Work::Replay, tasks, count);
+            if tasks == 1 {
+                let limit = &mut || bench.replays_by_hand(count, true);
+                let [raw, limit, idem] = alternate(rounds, [by_hand, limit, idem]);
+                let sides = Sides { raw: &raw, limit: Some(&limit), idem: &idem };
+                table.sides(&line, &sides, times, Goal::OfLimit(0.75));
+            } else {
+                let [raw, idem] = alternate(rounds, [by_hand, idem]);
+                table.line(&line, &raw, &idem, times, Goal::None);
+            }
         }
     }
 }

@@ -13,7 +13,7 @@ pub mod handlers;
 pub mod peer;
 mod receipt;
 
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 use std::io::Write as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -181,6 +181,8 @@ pub enum Goal {
     AtLeast(f64),
     /// The result should be this value or less.
     AtMost(f64),
+    /// The library should have this share of the limit's throughput, or more.
+    OfLimit(f64),
     /// The line has no goal, and only allows a comparison.
     None,
 }
@@ -249,23 +251,25 @@ impl Table {
         );
         let (low, high) = rounds.middle_half();
         write!(line, " {} to {} |", figure(low), figure(high)).unwrap();
-        println!("{line} {} |", judged(result, goal));
-        self.record(work, [Some(raw), limit], idem, result, &rounds, goal);
+        let share = limit.map_or(result, |limit| idem.median() / limit.median());
+        let judged = Judged { goal, value: if matches!(goal, Goal::OfLimit(_)) { share } else { result } };
+        println!("{line} {judged} |");
+        self.record(work, [Some(raw), limit], idem, result, &rounds, judged);
     }
 
     /// Prints a line without a raw side.
     pub fn value(&self, work: &str, samples: &Samples, result: f64, goal: Goal) {
         let (low, high) = samples.middle_half();
+        let judged = Judged { goal, value: result };
         println!(
-            "| {work} | |{} {} | **{}** | {} to {} | {} |",
+            "| {work} | |{} {} | **{}** | {} to {} | {judged} |",
             if self.has_limit { " |" } else { "" },
             figure(samples.median()),
             figure(result),
             figure(low),
-            figure(high),
-            judged(result, goal)
+            figure(high)
         );
-        self.record(work, [None, None], samples, result, samples, goal);
+        self.record(work, [None, None], samples, result, samples, judged);
     }
 
     fn record(
@@ -275,7 +279,7 @@ impl Table {
         idem: &Samples,
         result: f64,
         rounds: &Samples,
-        goal: Goal,
+        judged: Judged,
     ) {
         let Some(path) = std::env::var_os("IDEM_BENCH_OUT") else { return };
         let side = |samples: &Samples| {
@@ -293,8 +297,8 @@ impl Table {
             "limit": limit.map(side),
             "idem": side(idem),
             "result": { "value": result, "low": low, "high": high, "means": self.result },
-            "goal": goal.text(),
-            "met": goal.is_met(result),
+            "goal": judged.text(),
+            "met": judged.is_met(),
             "quick": is_quick(),
         });
         // Benches run in the folder of their package, but the path is relative to the project's folder.
@@ -318,32 +322,42 @@ fn tasks_of(work: &str) -> Option<u64> {
     words.windows(2).find(|pair| pair[1].starts_with("task")).and_then(|pair| pair[0].parse().ok())
 }
 
-impl Goal {
+/// A goal, and the value that is compared with it: the result of a line, or the library's share of the limit.
+#[derive(Clone, Copy)]
+struct Judged {
+    goal: Goal,
+    value: f64,
+}
+
+impl Judged {
     fn text(self) -> Option<String> {
-        match self {
-            Self::AtLeast(goal) => Some(format!("≥ {goal}")),
-            Self::AtMost(goal) => Some(format!("≤ {goal}")),
-            Self::None => None,
+        match self.goal {
+            Goal::AtLeast(goal) => Some(format!("≥ {goal}")),
+            Goal::AtMost(goal) => Some(format!("≤ {goal}")),
+            Goal::OfLimit(goal) => Some(format!("≥ {goal} of the limit; has {}", figure(self.value))),
+            Goal::None => None,
         }
     }
 
-    fn is_met(self, result: f64) -> Option<bool> {
-        match self {
-            Self::AtLeast(goal) => Some(result >= goal),
-            Self::AtMost(goal) => Some(result <= goal),
-            Self::None => None,
+    fn is_met(self) -> Option<bool> {
+        match self.goal {
+            Goal::AtLeast(goal) | Goal::OfLimit(goal) => Some(self.value >= goal),
+            Goal::AtMost(goal) => Some(self.value <= goal),
+            Goal::None => None,
         }
     }
 }
 
-fn judged(result: f64, goal: Goal) -> String {
-    let Some(text) = goal.text() else { return " | ".to_owned() };
-    let met = match goal.is_met(result) {
-        _ if is_quick() => "",
-        Some(true) => "met",
-        _ => "MISSED",
-    };
-    format!("{text} | {met}")
+impl fmt::Display for Judged {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(text) = self.text() else { return f.write_str(" | ") };
+        let met = match self.is_met() {
+            _ if is_quick() => "",
+            Some(true) => "met",
+            _ => "MISSED",
+        };
+        write!(f, "{text} | {met}")
+    }
 }
 
 /// Formats a number with three digits.

@@ -32,6 +32,10 @@ const COMPLETE_MANY: &str = "\
     expires_at = now() + $4::int8 * interval '1 ms' FROM unnest($1::text[], $2::bytea[], $3::bytea[]) \
     AS u (key, owner, result) WHERE r.key = u.key AND r.owner = u.owner AND r.state = 'pending'";
 const REPLAY: &str = "SELECT result FROM idem.records WHERE key = $1";
+const REPLAY_WHOLE: &str = "\
+    SELECT format, state, owner, attempt, attempts_used, fingerprint, on_crash_fail, lease_ms, ttl_ms, codec, result, \
+    result_bytes, lapses_at, expires_at > statement_timestamp(), began_at, traceparent, decided_by, decided_reason, begun \
+    FROM idem.records WHERE key = $1";
 const BLOG_SCHEMA: &str = "\
     CREATE TABLE IF NOT EXISTS blog (key text PRIMARY KEY, status text NOT NULL, result jsonb, \
     created_at timestamptz NOT NULL DEFAULT now())";
@@ -46,6 +50,7 @@ pub struct ByHand {
     reserve: Statement,
     complete: Statement,
     replay: Statement,
+    replay_whole: Statement,
     blog: [Statement; 3],
 }
 
@@ -65,9 +70,19 @@ impl ByHand {
     async fn connect(url: &str) -> Self {
         let client = connect(url).await;
         let prepare = async |text| client.prepare(text).await.expect("prepares");
-        let (reserve, complete, replay) = (prepare(RESERVE).await, prepare(COMPLETE).await, prepare(REPLAY).await);
+        let (reserve, complete) = (prepare(RESERVE).await, prepare(COMPLETE).await);
+        let (replay, replay_whole) = (prepare(REPLAY).await, prepare(REPLAY_WHOLE).await);
         let blog = [prepare(BLOG_RESERVE).await, prepare(BLOG_COMPLETE).await, prepare(BLOG_REPLAY).await];
-        Self { client, reserve, complete, replay, blog }
+        Self { client, reserve, complete, replay, replay_whole, blog }
+    }
+
+    /// Makes a replay like the library's: reads all columns that decide whether the record may be replayed, and decodes
+    /// the result.
+    pub async fn replay_whole(&self, order_id: u64) -> Receipt {
+        let row = self.client.query_one(&self.replay_whole, &[&key(order_id)]).await.expect("answers");
+        let (state, is_kept): (&str, bool) = (row.get(1), row.get(13));
+        assert!(state == "completed" && is_kept, "{state}");
+        serde_json::from_slice(row.get(10)).expect("decodes")
     }
 
     /// Makes a call in the pattern of common blog posts: `INSERT … ON CONFLICT DO NOTHING`, then either the handler and
