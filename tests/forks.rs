@@ -543,8 +543,8 @@ fn a_child_of_a_busy_process_never_hangs_with_mysql() {
     if is_alone("a_child_of_a_busy_process_never_hangs_with_mysql") {
         let server = idem_tests::mysql::MySqlServer::start_with(&["--innodb-flush-log-at-trx-commit=2"]);
         let spec = format!("mysql {} idem_records", server.url());
-        // The client keeps its buffers in a queue of the process. If the fork catches a thread in the middle of a change
-        // of this queue, the child spins. That happens to one of some thousand children.
+        // The client keeps its buffers in a queue of the process. If the fork catches a thread in the middle of a
+        // change of this queue, the child spins. That happens to one of some thousand children.
         forks_while_busy(1000, false, 1, async || {
             let made = idem_runtime::MySqlStore::options().ensure_schema().connect(&server.url()).await;
             drop(made.unwrap());
