@@ -37,7 +37,7 @@ COLUMNS = [*GROUPS, "other crates", "std", "libc", "kernel"]
 def program():
     """The path of the bench's program, which cargo has built."""
     built = subprocess.run(
-        "cargo bench --locked -p idem-benches --features dynamodb --bench profile --no-run --message-format json".split(),
+        "cargo bench --locked -p idem-benches --bench profile --no-run --message-format json".split(),
         check=True, capture_output=True, text=True,
     )
     artifacts = [json.loads(line) for line in built.stdout.splitlines()]
